@@ -4,7 +4,7 @@ faults. Results are compared with a plain run on the CPU.
 
 import pytest
 from logical_cluster import LogicalCluster
-from runs import NUM_PROMPTS, Run, assert_same, logs_of, rollouts_of, steps_of
+from runs import NUM_PROMPTS, Run, assert_same, described, logs_of, rollouts_of, steps_of
 from test_judges import reward_model
 
 from rl_core.testing.exhaustive import exhaustive
@@ -112,6 +112,30 @@ def test_every_layout_outlives_its_workers_and_a_node(layout, grpo, whole_hf, cl
     run.finish()
     assert_a_plain_run(run, whole_hf)
     assert logs_of(run.folder).count("restarting from checkpoint step_") == 2
+
+
+@exhaustive
+@pytest.mark.parametrize("placement", ["colocated", "apart"])
+def test_a_replica_over_two_nodes_is_a_plain_run_and_is_replaced_as_one(placement, grpo, whole_grpo, cluster, tmp_path):
+    own = ("policy.generation.colocated.enabled=false", "policy.generation.colocated.resources.num_nodes=2")
+    num_nodes, settings = (2, ()) if placement == "colocated" else (4, own)
+    cluster.add(num_gpus=0)
+    for _ in range(num_nodes):
+        cluster.add(num_gpus=1)
+    layout = ("cluster.device=rehearsal", f"cluster.num_nodes={num_nodes}", "cluster.gpus_per_node=1")
+    replica = ("policy.generation.vllm_cfg.tensor_parallel_size=2", *settings)
+    run = Run.start(tmp_path / "run", *grpo, STEPS, *layout, *replica, RAY_ADDRESS=cluster.address)
+    for step, (part, words) in enumerate(
+        {"first": "ray::AsyncWorkerHost", "other": "ray::AsyncWorkerHost", "rank": "VLLM::Worker"}.items(), 1
+    ):
+        run.await_step(2 * step)
+        generating = [node for node in cluster.nodes if node.runs("ray::AsyncWorkerHost")]
+        firsts = [node for node in generating if node.runs("VLLM::EngineCore")]
+        (node,) = firsts if part == "first" else [each for each in generating if each not in firsts]
+        next(each for each in node.processes() if words in described(each)).kill()
+    run.finish()
+    assert_a_plain_run(run, whole_grpo)
+    assert "of the replica: VllmWorker-1 was killed by SIGKILL" in logs_of(run.folder)
 
 
 @exhaustive

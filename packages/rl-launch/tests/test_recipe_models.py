@@ -5,6 +5,7 @@ import json
 import pytest
 from safetensors_files import write_weights
 
+from rl_core.devices import CUDA
 from rl_launch.model_files.local_models import MADE_HERE
 from rl_launch.recipes import recipe_names
 from rl_launch.root_config import section_of
@@ -24,6 +25,7 @@ SHAPES = {
     "Qwen/Qwen3-30B-A3B": (48, 32, 4, 128, 40960),
     "Qwen/Qwen3-32B": (64, 64, 8, 0, 40960),
     "Qwen/Qwen3-4B-Instruct-2507": (36, 32, 8, 0, 262144),
+    "deepseek-ai/DeepSeek-V3": (61, 128, 128, 256, 163840),
     "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": (28, 12, 2, 0, 131072),
     "meta-llama/Llama-3.1-8B": (32, 32, 8, 0, 131072),
     "meta-llama/Llama-3.1-8B-Instruct": (32, 32, 8, 0, 131072),
@@ -47,6 +49,8 @@ def folder_of(name, folder):
     (path / "tokenizer.json").touch()
     shape = dict(zip(FIELDS, SHAPES[name], strict=True))
     kind = {"model_type": "qwen2_5_vl", "image_token_id": 151655} if "VL" in name else {"model_type": "qwen3"}
+    if name.endswith("DeepSeek-V3"):
+        kind = {"model_type": "deepseek_v3", "n_routed_experts": shape.pop("num_experts")}
     (path / "config.json").write_text(json.dumps({**kind, **shape}))
     return path
 
@@ -68,3 +72,17 @@ def test_a_mesh_that_does_not_divide_its_model_is_found(tmp_path):
     folder = folder_of("Qwen/Qwen2.5-32B", tmp_path)
     with pytest.raises(ValueError, match="does not divide"):
         read_plan("grpo-math-32b", [f"policy.model_name={folder}", "policy.dtensor_cfg.tensor_parallel_size=16"])
+
+
+def test_replicas_of_deepseek_v3_are_over_four_nodes_each(tmp_path):
+    folder = folder_of("deepseek-ai/DeepSeek-V3", tmp_path)
+    plan = read_plan("grpo-deepseek-v3-megatron", [f"policy.model_name={folder}"])
+    topology = plan.backends.topology(64, 8, CUDA)
+    assert (topology.replica_ranks, topology.replica_nodes, topology.num_replicas) == (32, 4, 16)
+    assert topology.devices("policy").count == 512
+
+
+def test_several_engines_of_a_dense_model_are_refused(tmp_path):
+    folder = folder_of("Qwen/Qwen2.5-32B", tmp_path)
+    with pytest.raises(ValueError, match="is for mixtures of experts, and the model has none"):
+        read_plan("grpo-math-32b", [f"policy.model_name={folder}", "policy.generation.vllm_cfg.data_parallel_size=2"])

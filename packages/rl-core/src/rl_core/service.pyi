@@ -99,6 +99,7 @@ from rl_core.devices import DEVICES as DEVICES
 from rl_core.devices import NODE_ADDRESS as NODE_ADDRESS
 from rl_core.devices import Device as Device
 from rl_core.devices import device_named as device_named
+from rl_core.devices.device import hold_port as hold_port
 from rl_core.devices.device import node_address as node_address
 from rl_core.environments.config import EnvironmentConfig as EnvironmentConfig
 from rl_core.environments.config import JudgedRewardConfig as JudgedRewardConfig
@@ -125,8 +126,8 @@ from rl_core.environments.trial import Verdict as Verdict
 from rl_core.environments.trial import answer_forms as answer_forms
 from rl_core.environments.trial import attempts_on as attempts_on
 from rl_core.environments.trial import try_out as try_out
-from rl_core.errors import MISSING_FILE as MISSING_FILE
 from rl_core.errors import LogprobsDiffer as LogprobsDiffer
+from rl_core.errors import MISSING_FILE as MISSING_FILE
 from rl_core.errors import NOT_GIVEN as NOT_GIVEN
 from rl_core.errors import CallbackFailed as CallbackFailed
 from rl_core.errors import CheckpointDamaged as CheckpointDamaged
@@ -151,6 +152,7 @@ from rl_core.errors import named as named
 from rl_core.errors import require_readable as require_readable
 from rl_core.exports import lazy_exports as lazy_exports
 from rl_core.exports import public_home as public_home
+from rl_core.facts.hf_config import NUM_EXPERTS as NUM_EXPERTS
 from rl_core.facts.hf_config import HFConfig as HFConfig
 from rl_core.facts.hf_config import custom_code as custom_code
 from rl_core.facts.hf_config import image_token as image_token
@@ -425,13 +427,13 @@ from rl_core.torch.generation.row import Row as Row
 from rl_core.torch.generation.row import draw_next as draw_next
 from rl_core.torch.generation.step_thread import StepThread as StepThread
 from rl_core.torch.heads import logprobs as logprobs
+from rl_core.torch.heads.head_pass import HeadPass as HeadPass
 from rl_core.torch.heads.logprobs import CHUNK_SIZE as CHUNK_SIZE
 from rl_core.torch.heads.logprobs import Head as Head
-from rl_core.torch.heads.head_pass import HeadPass as HeadPass
 from rl_core.torch.heads.logprobs import logit_transform as logit_transform
+from rl_core.torch.heads.logprobs import logprobs_of as logprobs_of
 from rl_core.torch.heads.reads import HeldTokens as HeldTokens
 from rl_core.torch.heads.reads import join_tokens as join_tokens
-from rl_core.torch.heads.logprobs import logprobs_of as logprobs_of
 from rl_core.torch.heads.reads import new_head as new_head
 from rl_core.torch.heads.reads import reads_columns as reads_columns
 from rl_core.torch.heads.reads import scalar_reads as scalar_reads
@@ -440,10 +442,10 @@ from rl_core.torch.heads.vocab_parallel import VocabShard as VocabShard
 from rl_core.torch.host_arrays import to_device as to_device
 from rl_core.torch.kernels.devices import runs_kernels as runs_kernels
 from rl_core.torch.kernels.devices import takes as takes
-from rl_core.torch.kernels.float8 import E4M3 as E4M3
-from rl_core.torch.kernels.float8 import E5M2 as E5M2
 from rl_core.torch.kernels.exact import check_exact_rows as check_exact_rows
 from rl_core.torch.kernels.exact import exact_rows as exact_rows
+from rl_core.torch.kernels.float8 import E4M3 as E4M3
+from rl_core.torch.kernels.float8 import E5M2 as E5M2
 from rl_core.torch.kernels.float8 import Float8Matrix as Float8Matrix
 from rl_core.torch.kernels.float8 import largest_of as largest_of
 from rl_core.torch.kernels.float8 import product as product

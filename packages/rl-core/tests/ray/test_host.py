@@ -12,8 +12,9 @@ from datetime import timedelta
 import pytest
 from torch.distributed import TCPStore
 
+from rl_core.devices.device import hold_port
 from rl_core.ray import host
-from rl_core.ray.host import bound_size, hold_port, log_to
+from rl_core.ray.host import bound_size, log_to
 
 
 def test_nobody_else_gets_a_port_that_is_held():

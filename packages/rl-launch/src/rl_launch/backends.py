@@ -151,7 +151,8 @@ class Backends:
         if self.generation is not None:
             ranks = self.generation.plugin.ranks(self.generation.backend)
             key, colocated = f"{POLICY}.generation", self.generation.config.colocated
-            claims.append(Claim(GENERATION, key, ranks, colocated, self.generation.sizes(key)))
+            spans_nodes = bool(self.generation.plugin.follower)
+            claims.append(Claim(GENERATION, key, ranks, colocated, self.generation.sizes(key), spans_nodes))
         return claims
 
 

@@ -94,15 +94,33 @@ def test_replicas_begin_with_those_that_fit_and_others_are_placed_once_there_is_
     monkeypatch.setattr("rl_launch.cluster.virtual_cluster.REPLACEMENT_S", 1.0)
     with cluster_of(num_nodes=2) as cluster:
         bundles = cluster.reserve_replicas(3, 2, least=1)
-        assert {bundle.node for bundle in bundles} == {node.node_id for node in pair}
+        assert {bundle.node for (bundle,) in bundles} == {node.node_id for node in pair}
         requested = cluster.request_replica(2)
         assert not cluster.is_placed(requested)
-        cluster.release([[bundles[0]]])
+        cluster.release([bundles[0]])
         deadline = time.monotonic() + 60
         while not cluster.is_placed(requested):
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        assert cluster.node_of(requested) == bundles[0].node
+        assert cluster.node_of(requested[0]) == bundles[0][0].node
+
+
+def test_a_replica_over_nodes_has_devices_of_each_and_waits_for_all_of_them(pair):
+    with cluster_of(num_nodes=2) as cluster:
+        with pytest.raises(PlacementError, match=r"request 4 x 2 GPU, 2 CPU, each on one node, but .* room for 2 of 4"):
+            cluster.reserve_replicas(2, 2, least=2, num_nodes=2)
+    with cluster_of(num_nodes=2) as cluster:
+        (bundles,) = cluster.reserve_replicas(1, 2, least=1, num_nodes=2)
+        assert {bundle.node for bundle in bundles} == {node.node_id for node in pair}
+        assert [cluster.node_of(bundle) for bundle in bundles] == [bundle.node for bundle in bundles]
+        requested = cluster.request_replica(2, 2)
+        assert [bundle.index for bundle in requested] == [0, 1]
+        assert not cluster.is_placed(requested)
+        cluster.release([bundles])
+        deadline = time.monotonic() + 60
+        while not cluster.is_placed(requested):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
 
 
 def test_nodes_that_share_the_drivers_folders_and_environment_are_used_as_they_are(pair, tmp_path):
@@ -206,7 +224,7 @@ def test_a_build_that_fails_names_the_node_and_the_remedy(spare, driver_alone, t
 def test_a_node_that_dies_meanwhile_is_named_and_known_to_be_lost(spare, pair, tmp_path, monkeypatch):
     monkeypatch.setattr("rl_launch.cluster.virtual_cluster.REPLACEMENT_S", 1.0)
     cluster = cluster_of()
-    (bundle,) = cluster.reserve_replicas(1, 3, least=1)
+    ((bundle,),) = cluster.reserve_replicas(1, 3, least=1)
     nodes, before = nodes_of(folder=tmp_path), nodes_of(folder=tmp_path)
     before.prepare(on(spare, pair[0]))
     assert before.lost() == []

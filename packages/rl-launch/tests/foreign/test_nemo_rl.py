@@ -396,12 +396,16 @@ def test_vllm_generates_in_the_place_of_other_engines(tmp_path, backend, section
     assert any(note.startswith("policy.generation.backend: vllm, in the place of ") for note in found.notes)
 
 
-def test_a_replica_over_several_nodes_is_refused_with_its_sizes(tmp_path):
-    found = imported(tmp_path, policy__generation__vllm_cfg__tensor_parallel_size=16)
-    [feature] = found.features
-    assert "on several nodes" in feature
-    assert "16 ranks" in feature
-    assert "8 GPUs" in feature
+def test_a_replica_over_several_nodes_comes_over_with_its_sizes(tmp_path):
+    sizes = {"tensor_parallel_size": 2, "expert_parallel_size": 16}
+    found = imported(
+        tmp_path,
+        cluster__num_nodes=2,
+        **{f"policy__generation__vllm_cfg__{name}": size for name, size in sizes.items()},
+    )
+    assert found.features == {}
+    written = read_plan(found.recipe).config.policy.generation.vllm_cfg
+    assert (written.tensor_parallel_size, written.data_parallel_size, written.num_ranks) == (2, 8, 16)
 
 
 def test_fused_adam_is_the_adam_of_torch(tmp_path):

@@ -22,7 +22,8 @@ def generator_args(*, awaits_weights, **needs):
     processes = SimpleNamespace(cluster=cluster, topology=topology, logs="", timeouts=StartTimeouts(1, 1))
     with ExitStack() as stack:
         replicas = Replicas(generation, needs, None, processes, stack=stack)
-        return replicas._replica(print, Placement("cpu", awaits_weights=awaits_weights), 0)._spec.generator_args
+        start = [(print, Placement("cpu", awaits_weights=awaits_weights))]
+        return replicas._replica(start, 0)._spec.generator_args
 
 
 @pytest.mark.parametrize(("awaits_weights", "lora_sync"), [(True, "adapter"), (False, "merged")])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -201,3 +202,16 @@ def listed(gpus: str) -> tuple[str, ...]:
 def node_address() -> str:
     """Return the address of this process's node as other nodes reach it; loopback outside a worker."""
     return os.environ.get(NODE_ADDRESS) or LOOPBACK
+
+
+def hold_port() -> socket.socket:
+    """Return a socket that keeps a port of the node's address for this process until it is closed.
+
+    It is bound and never listens: no other process gets the port, while a listener that reuses addresses, as
+    `torch.distributed` and `socket.create_server` make it, can be opened on it.
+    """
+    address = node_address()
+    held = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind((address, 0))
+    return held

@@ -152,6 +152,10 @@ class BackendPlugin:
         config: Type of that config; a training backend's extends `rl_core.model_config.BackendConfig`, an engine's that
             may compute in fewer bits `rl_core.model_config.EngineConfig`.
         worker: `"package.module:Class"`, a `ModelWorker` or a `Generator`, imported in the worker's environment.
+        follower: `"package.module:Class"` of the part of a replica on each node after the first, imported in the
+            generator's environment; built with the generator's arguments and the `rl_core.ray.host.Place` of the first
+            node. Its `start` is awaited, and it ends with its process. Empty if a replica of this generator must be on
+            one node.
         requirement: Requirement of that environment.
         preload: Function from the backend's config and the device to what its workers import in any case; if None, the
             module of `worker`.
@@ -178,12 +182,12 @@ class BackendPlugin:
             carry the experts that tokens were sent to (`Placement.reports_routing`); empty if they can.
         adapter_problem: For a generator: function from its config, the model and the device to why it cannot
             apply the low-rank adapters of the policy itself (`GenerationConfig.lora_sync`); empty if it can.
+        exact_problem: Function from the backend's config, the model and the device to why its logprobs are not the bits
+            that every other exact backend computes (`GenerationConfig.exact`); empty if they are.
         keeps_cache: True if a generator can continue with keys and values of a request that a weight update interrupted
             (`Placement.keeps_cache`).
         images: Further requirement of the environment if the model takes images (`policy.vision.enabled`); None for a
             backend that refuses such models.
-        exact_problem: Function from the backend's config, the model and the device to why its logprobs are not the bits
-            that every other exact backend computes (`GenerationConfig.exact`); empty if they are.
         image_problem: For a generator with `images`: function from its config, the model and the device to why it
             cannot serve this model with images; empty if it can.
         draft_model: For a generator: function from its config to the draft model that it decodes speculatively with and
@@ -203,6 +207,7 @@ class BackendPlugin:
     worker: str
     requirement: Requirement
     ranks: Callable[[Any], int]
+    follower: str = ""
     further: Callable[[Any], tuple[Requirement, ...]] = nothing_further
     preload: Callable[[Any, Device], Preload] | None = None
     checks: tuple[Callable[[Any, Any], Iterable[Problem]], ...] = ()
@@ -213,12 +218,12 @@ class BackendPlugin:
     replay_key: str = ""
     routing_problem: Callable[[Any, Device], str] = reports_no_routing
     adapter_problem: Callable[[Any, ModelConfig, Device], str] = applies_no_adapters
+    exact_problem: Callable[[Any, ModelConfig, Device], str] = is_not_exact
     keeps_cache: bool = False
     images: Requirement | None = None
     image_problem: Callable[[Any, ModelConfig, Device], str] = serves_images
     draft_model: Callable[[Any], str | None] = drafts_with_no_model
     draft_head: Callable[[Any], str | None] = drafts_with_no_model
-    exact_problem: Callable[[Any, ModelConfig, Device], str] = is_not_exact
     trains_draft_heads: bool = False
     held_families: frozenset[str] = frozenset()
     family_table: str = ""

@@ -21,7 +21,7 @@ import ray
 
 from rl_core.data.batch import Batch
 from rl_core.data.shuffle import Chunk, Pick, Shard, pick
-from rl_core.devices.device import NODE_ADDRESS, node_address
+from rl_core.devices.device import NODE_ADDRESS, hold_port, node_address
 from rl_core.devices.kinds import hide_real_gpus
 from rl_core.errors import RLError, WorkerError
 from rl_core.plugins import plugin_packages, resolve
@@ -74,19 +74,6 @@ def _prepare_process() -> None:
     """
     os.environ.setdefault(NODE_ADDRESS, ray.util.get_node_ip_address())
     hide_real_gpus()
-
-
-def hold_port() -> socket.socket:
-    """Return a socket that keeps a port of the node's address for this process until it is closed.
-
-    It is bound and never listens: no other process gets the port, while a listener that reuses addresses, as
-    `torch.distributed` and `socket.create_server` make it, can be opened on it.
-    """
-    address = node_address()
-    held = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    held.bind((address, 0))
-    return held
 
 
 class WorkerHost:

@@ -173,7 +173,7 @@ class Placement:
 
     Args:
         device: Name of the kind of device.
-        gpus: Its GPUs on the node, in rank order, as `CUDA_VISIBLE_DEVICES` lists them; empty means all that its
+        gpus: Its GPUs on this node, in rank order, as `CUDA_VISIBLE_DEVICES` lists them; empty means all that its
             process sees.
         cpu_threads: OpenMP threads per rank on CPU.
         shares_devices: True if the replica takes turns with others on its devices, and so sleeps.
@@ -187,6 +187,9 @@ class Placement:
             share of the memory that is meant for one.
         keeps_weights: True if weights stay in host memory during sleep whoever sent them, because nobody sends them
             again.
+        node: Position of this node among the nodes of the replica. The first one has the generator itself.
+        num_nodes: Number of nodes of the replica, with equal numbers of ranks.
+        meeting: Address of the first node, and a port that is kept free there, if the replica is on several.
     """
 
     device: str
@@ -199,6 +202,9 @@ class Placement:
     reports_load: bool = False
     num_engines: int = 1
     keeps_weights: bool = False
+    node: int = 0
+    num_nodes: int = 1
+    meeting: tuple[str, int] | None = None
 
     @property
     def kind(self) -> Device:
@@ -210,11 +216,16 @@ class Placement:
 
         Called before an engine initialises its devices.
 
+        Args:
+            num_ranks: Number of ranks of the replica, on all its nodes.
+
         Raises:
             ValueError: If a rank has no GPU, or a GPU no rank.
         """
         self.kind.claim(self.gpus)
-        if self.kind.has_gpus and len(self.kind.visible()) != num_ranks:
+        needed = num_ranks // self.num_nodes
+        if self.kind.has_gpus and len(self.kind.visible()) != needed:
             seen = ", ".join(self.kind.visible()) or "none"
-            raise ValueError(f"a replica of {num_ranks} ranks needs {num_ranks} GPUs, but its process sees: {seen}")
+            on = f" on {self.num_nodes} nodes" if self.num_nodes > 1 else ""
+            raise ValueError(f"a replica of {num_ranks} ranks{on} needs {needed} GPUs, but its process sees: {seen}")
         return self.kind

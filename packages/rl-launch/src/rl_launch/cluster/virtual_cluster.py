@@ -108,7 +108,7 @@ class VirtualCluster:
     ) -> None:
         self._owns_ray = not ray.is_initialized()
         self._nodes: RayNodes | None = None
-        self._groups: dict[PlacementGroup, Resources] = {}
+        self._groups: dict[PlacementGroup, list[Resources]] = {}
         address = os.environ.get("RAY_ADDRESS")
         if self._owns_ray and not address:
             check_process_limit(num_nodes if device.is_logical else 1, num_nodes * ranks_per_node)
@@ -166,23 +166,29 @@ class VirtualCluster:
         """
         return self._reserve([[self.device.bundle(1)] * ranks_per_node] * num_nodes)
 
-    def reserve_replicas(self, num_replicas: int, ranks: int, *, least: int) -> list[Bundle]:
-        """Return one bundle with the devices of all ranks for each replica; see `reserve` for errors.
+    def reserve_replicas(self, num_replicas: int, ranks: int, *, least: int, num_nodes: int = 1) -> list[list[Bundle]]:
+        """Return the bundles of each replica, one for each of its nodes; see `reserve` for errors.
 
-        At least `least` replicas get one. The wait for the others lasts only until Ray has placed them on free devices.
+        At least `least` replicas get them. The wait for the others lasts only until Ray has placed them on free
+        devices.
+
+        Args:
+            num_replicas: Number of replicas.
+            ranks: Ranks of a replica on each of its nodes.
+            least: Minimum number of replicas.
+            num_nodes: Number of nodes of a replica.
         """
-        return [bundle for (bundle,) in self._reserve([[self.device.bundle(ranks)]] * num_replicas, least=least)]
+        return self._reserve([[self.device.bundle(ranks)] * num_nodes] * num_replicas, least=least, spread=True)
 
-    def request_replica(self, ranks: int) -> Bundle:
-        """Ask for the devices of all ranks of one replica, without waiting; they are placed once `is_placed`."""
-        resources = self.device.bundle(ranks)
-        group = placement_group([dict(resources)], strategy="STRICT_PACK")
-        self._groups[group] = resources
-        return Bundle(group, 0, "")
+    def request_replica(self, ranks: int, num_nodes: int = 1) -> list[Bundle]:
+        """Ask for the bundles of one replica, without waiting; they are placed once `is_placed`."""
+        group = self._new_group([self.device.bundle(ranks)] * num_nodes, spread=True)
+        return [Bundle(group, index, "") for index in range(num_nodes)]
 
-    def is_placed(self, bundle: Bundle) -> bool:
-        """Return whether a requested bundle is on a living node."""
-        return _is_placed(bundle.group) and _placed(bundle.group).get(bundle.index, "") in _living()
+    def is_placed(self, bundles: Sequence[Bundle]) -> bool:
+        """Return whether all requested bundles of a replica are on living nodes."""
+        group = bundles[0].group
+        return _is_placed(group) and {_placed(group).get(bundle.index, "") for bundle in bundles} <= _living().keys()
 
     def release(self, bundles: Sequence[Sequence[Bundle]]) -> None:
         """Release reserved bundles."""
@@ -211,29 +217,37 @@ class VirtualCluster:
         loopback = {NODE_ADDRESS: "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
         return {name: os.environ.get(name, value) for name, value in loopback.items()}
 
-    def _reserve(self, nodes: Sequence[Sequence[Resources]], *, least: int | None = None) -> list[list[Bundle]]:
-        earlier = list(self._groups.values())
-        groups = [placement_group([dict(each) for each in bundles], strategy="STRICT_PACK") for bundles in nodes]
-        for group, bundles in zip(groups, nodes, strict=True):
-            names = dict.fromkeys(name for bundle in bundles for name in bundle)
-            self._groups[group] = {name: sum(bundle.get(name, 0) for bundle in bundles) for name in names}
+    def _new_group(self, bundles: Sequence[Resources], *, spread: bool) -> PlacementGroup:
+        """Ask for bundles on one node, or with `spread` each on a node of its own."""
+        several = spread and len(bundles) > 1
+        group = placement_group([dict(each) for each in bundles], strategy=f"STRICT_{'SPREAD' if several else 'PACK'}")
+        names = dict.fromkeys(name for bundle in bundles for name in bundle)
+        together = {name: sum(bundle.get(name, 0) for bundle in bundles) for name in names}
+        self._groups[group] = list(bundles) if several else [together]
+        return group
+
+    def _reserve(
+        self, requests: Sequence[Sequence[Resources]], *, least: int | None = None, spread: bool = False
+    ) -> list[list[Bundle]]:
+        earlier = [each for nodes in self._groups.values() for each in nodes]
+        groups = [self._new_group(bundles, spread=spread) for bundles in requests]
         num_needed = len(groups) if least is None else least
-        needed = [*earlier, *(self._groups[group] for group in groups[:num_needed])]
+        needed = [*earlier, *(each for group in groups[:num_needed] for each in self._groups[group])]
         wait = Wait(needed, self._timeouts, keys=f"cluster.num_nodes and {self.device.ranks_key}")
         pause_s, settled = _POLL_S, time.monotonic() + REPLACEMENT_S
         while waiting := [group for group in groups if not _is_placed(group)]:
-            num_placed = len(groups) - len(waiting)
-            if num_placed >= num_needed:
+            if len(groups) - len(waiting) >= num_needed:
                 if time.monotonic() >= settled:
                     break
             else:
+                num_placed = sum(len(self._groups[group]) for group in groups if group not in waiting)
                 wait.check(list(_living().values()), len(earlier) + num_placed, time.monotonic())
             time.sleep(pause_s)
             pause_s = min(1.0, 1.5 * pause_s)
         self._remove(waiting)
         return [
             [Bundle(group, index, _placed(group)[index]) for index in range(len(bundles))]
-            for group, bundles in zip(groups, nodes, strict=True)
+            for group, bundles in zip(groups, requests, strict=True)
             if group not in waiting
         ]
 

@@ -117,7 +117,7 @@ def needs_of_plan(plan: RunPlan, name: str, *, num_gpus: int) -> Needs:
     topology = plan.backends.topology(cluster.num_nodes, ranks_per_node, device)
     num_engines, saves = 0, config.checkpointing
     if plan.backends.generation is not None:
-        num_engines = topology.num_replicas if device.is_logical else topology.replicas_per_node
+        num_engines = topology.num_replicas * topology.replica_nodes if device.is_logical else topology.engines_per_node
     num_checkpoints: int | None = 0
     if saves.enabled:
         # One more is being written, and the newest one is kept in addition if the others are the best by a metric.

@@ -54,7 +54,7 @@ class ElasticReplicas:
         self._is_closed = False
         self._num_lacking = 0
         self._leaving: list[Replica] = []
-        self._requests: list[Bundle] = []
+        self._requests: list[list[Bundle]] = []
         self._starting: list[Replica] = []
         self._ready: list[Replica] = []
         self._last_failure = ""
@@ -150,7 +150,7 @@ class ElasticReplicas:
                 self._fault = None if self._is_closed else error
                 self._changed.notify_all()
 
-    def _start(self, granted: list[Bundle]) -> None:
+    def _start(self, granted: list[list[Bundle]]) -> None:
         """Start a replica on each of these devices, all at the same time."""
         starts = []
         failures: list[RLError] = []

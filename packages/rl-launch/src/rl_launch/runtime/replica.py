@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from operator import add
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import ray
@@ -48,8 +49,25 @@ class FinishedCall(NamedTuple):
     records: ray.ObjectRef
 
 
+class Follower(NamedTuple):
+    """The part of a replica on one of its nodes after the first.
+
+    Attributes:
+        start: Makes the empty host.
+        target: `"package.module:Class"` in the host.
+        args: Its arguments, before the place of the first node.
+        log: File of its log.
+    """
+
+    start: Callable[[], ActorHandle]
+    target: str
+    args: tuple[Any, ...]
+    log: str
+
+
 class Replica:
-    """One rollout worker with its replica, in a process that can be replaced.
+    """One rollout worker with its replica, in processes that can be replaced: one process, or one on each node of a
+    replica over nodes. The latter are started, ended and replaced together.
 
     Args:
         start: Makes the empty host.
@@ -59,9 +77,10 @@ class Replica:
         logs: Folder of its log.
         timeouts: Startup timeouts.
         judges: Language models that judge its rollouts; None without judges.
+        followers: Its parts on further nodes.
 
     Attributes:
-        actor: Its process, an `ActorHandle`; None before the start.
+        actor: Its process on its first node, an `ActorHandle`; None before the start.
         name: Name of its log.
     """
 
@@ -75,9 +94,12 @@ class Replica:
         logs: str,
         timeouts: StartTimeouts,
         judges: RemoteJudges | None = None,
+        followers: Sequence[Follower] = (),
     ) -> None:
         self._start = start
-        self._judges = () if judges is None else (judges,)
+        self._judges = judges
+        self._followers = tuple(followers)
+        self._follower_actors: list[ActorHandle] = []
         self._spec = spec
         self._environments = dict(environments)
         self._own_environments: dict[str, RemoteEnvironment] = {}
@@ -89,7 +111,7 @@ class Replica:
         self.num_ranks = 0
         self.num_starts = 0
         self.node = ""
-        self._place: Place | None = None
+        self._places: list[Place] = []
 
     def __str__(self) -> str:
         return f"{ROLE} {self.index}" + (f" on {self.node}" if self.node else "")
@@ -97,18 +119,32 @@ class Replica:
     def begin_start(self) -> Callable[[], None]:
         """Start process and engine; the returned function waits until it is ready."""
         self.actor = self._start()
+        self._follower_actors = [each.start() for each in self._followers]
         self.num_starts += 1
-        process = [self.actor.log_to.remote(self.log), self.actor.place.remote()]
+        actors, logs = [self.actor, *self._follower_actors], self._logs
+        process = [actor.place.remote() for actor in actors]
+        process += [actor.log_to.remote(log) for actor, log in zip(actors, logs, strict=True)]
         client = uuid.uuid4().hex
         self._own_environments = {name: each.of_client(client) for name, each in self._environments.items()}
-        started = self.actor.start.remote(ROLLOUT_WORKER, self._spec, self._own_environments, *self._judges)
+        # Ray hands the place of the first node to all parts as soon as it is known.
+        meeting = process[0] if self._followers else None
+        started = [self.actor.start.remote(ROLLOUT_WORKER, self._spec, self._own_environments, self._judges, meeting)]
+        parts = zip(self._follower_actors, self._followers, strict=True)
+        started += [actor.start.remote(each.target, *each.args, meeting) for actor, each in parts]
 
         def finish() -> None:
             origins = [self.origin("start")] * len(process)
-            _, found = gather_start(process, origins, self._timeouts.process, f"the process of {ROLE} {self.index}")
-            self.node, self._place = found.address, found
+            found = gather_start(process, origins, self._timeouts.process, f"the process of {ROLE} {self.index}")
+            self._places = found[: len(actors)]
+            self.node = ", ".join(place.address for place in self._places)
+            count = len(actors)
+            on = (f" of node {number} of {count}" if count > 1 else "" for number in range(1, count + 1))
+            origins = [
+                FailureOrigin(ROLE, self.index, place.address, f"start{part}")
+                for place, part in zip(self._places, on, strict=True)
+            ]
             awaited = f"loading the engine of {ROLE} {self.index}"
-            (self.num_ranks,) = gather_start([started], [self.origin("start")], self._timeouts.model, awaited)
+            self.num_ranks, *_ = gather_start(started, origins, self._timeouts.model, awaited)
 
         return finish
 
@@ -135,28 +171,38 @@ class Replica:
 
     def write_stacks(self) -> str:
         """Ask the process to write the stacks of its threads to its log; see `request_stacks`."""
-        return request_stacks([self.actor], [self.log])
+        return request_stacks([self.actor, *self._follower_actors], self._logs)
 
     @property
-    def monitored(self) -> Monitored | None:
-        """Its process, for readings; None before the start."""
-        place = self._place
-        if place is None:
-            return None
-        role = ROLE.replace(" ", "-")
-        return Monitored(self.name, role, self.index, place.node, self.actor, place.gpus, generates=True)
+    def monitored(self) -> list[Monitored]:
+        """Its processes, for readings; none before the start."""
+        role, actors = ROLE.replace(" ", "-"), [self.actor, *self._follower_actors]
+        return [
+            Monitored(Path(log).stem, role, self.index, place.node, actor, place.gpus, generates=actor is self.actor)
+            for log, place, actor in zip(self._logs, self._places, actors, strict=False)
+        ]
+
+    @property
+    def _logs(self) -> list[str]:
+        return [self.log, *(each.log for each in self._followers)]
 
     def kill(self) -> None:
-        """End the process and its engine at once, and its conversations."""
-        ray.kill(self.actor)
+        """End its processes and its engine at once, and its conversations."""
+        for actor in (self.actor, *self._follower_actors):
+            ray.kill(actor)
         for environment in self._own_environments.values():
             environment.release()
         self._own_environments = {}
 
 
-def name_of(index: int) -> str:
-    """Return the name of the log, traces and profiles of a replica."""
-    return f"rollout-worker-{index}"
+def name_of(index: int, node: int = 0) -> str:
+    """Return the name of the log, traces and profiles of a replica, or of its part on a further node.
+
+    Args:
+        index: Number of the replica.
+        node: Position of the node among the nodes of the replica.
+    """
+    return f"rollout-worker-{index}" + (f"-node-{node}" if node else "")
 
 
 class ProgressWatch:

@@ -36,7 +36,7 @@ from rl_launch.monitoring.poller import Monitored
 from rl_launch.placement.topology import GENERATION
 from rl_launch.runtime.judges import JUDGE_HOST, JUDGES, host_spec, judging_spec, longest_judged
 from rl_launch.runtime.processes import Processes
-from rl_launch.runtime.replica import Replica, name_of
+from rl_launch.runtime.replica import Follower, Replica, name_of
 from rl_launch.runtime.role_envs import environment_role
 from rl_launch.session.traces.step_trace import RESTARTS
 
@@ -53,8 +53,9 @@ SILENCE_S = 30.0
 FINISH_S = 2.0
 """Timeout in seconds of the last answers."""
 
-Start = tuple[Callable[[int], ActorHandle], Placement]
-"""How an empty rollout worker is started, by its number, and where its engine runs."""
+Start = Sequence[tuple[Callable[[int], ActorHandle], Placement]]
+"""How the empty process of a replica on each of its nodes is started, by the number of the replica, and where its part
+of the engine runs."""
 
 
 class Replicas:
@@ -92,22 +93,25 @@ class Replicas:
         self._processes = processes
         self._stack = stack
         self._reports_load = reports_load
-        self._bundles: list[Bundle] = []
+        self._bundles: list[list[Bundle]] = []
         self._environments: dict[str, RemoteEnvironment] = {}
         self._environment_processes: dict[str, EnvironmentActor] = {}
         self._starting_judges: list[ray.ObjectRef] = []
         self.judges: RemoteJudges | None = None
         """Language models that judge rollouts, once they have been started; None without judges."""
-        self._devices: dict[Replica, Bundle] = {}
-        self._nodes: dict[Replica, str] = {}
+        self._devices: dict[Replica, list[Bundle]] = {}
+        self._nodes: dict[Replica, list[str]] = {}
 
     def reserve(self) -> None:
         """Allocate devices for replicas only."""
         topology = self._topology
         self._bundles = self._cluster.reserve_replicas(
-            topology.num_replicas, topology.replica_resources, least=topology.fewest_replicas
+            topology.num_replicas,
+            topology.replica_resources,
+            least=topology.fewest_replicas,
+            num_nodes=topology.replica_nodes,
         )
-        self._stack.callback(lambda: self._cluster.release([[bundle] for bundle in self._bundles]))
+        self._stack.callback(lambda: self._cluster.release(self._bundles))
 
     def roles(self, beside: Sequence[str]) -> Iterator[tuple[str, str]]:
         """Yield pairs: Ray's id of a node, and the role of a worker on it.
@@ -116,7 +120,7 @@ class Replicas:
             beside: Nodes of the policy. Replicas without their own devices share its devices, and environments run
                 there if the nodes of replicas may be lost.
         """
-        for node in [bundle.node for bundle in self._bundles] or beside:
+        for node in [bundle.node for bundles in self._bundles for bundle in bundles] or beside:
             for role in self._roles:
                 yield node, role
         if self._topology.is_elastic:
@@ -127,26 +131,36 @@ class Replicas:
 
     def begin_beside(self, places: Sequence[Place], *, awaits_weights: bool = True) -> Callable[[], list[Replica]]:
         """Start replicas next to the ranks of a model, on the GPUs that Ray assigned to these. See `begin_alone`."""
-        device, replica_ranks = self._topology.device, self._topology.replica_ranks
-        node_ranks = self._topology.devices(GENERATION).ranks
+        topology, device = self._topology, self._topology.device
+        node_ranks, own_ranks = topology.devices(GENERATION).ranks, topology.replica_resources
+        shared = Placement(
+            device.name,
+            shares_devices=device.has_gpus,
+            awaits_weights=awaits_weights,
+            keeps_weights=device.has_gpus and not awaits_weights,
+            num_nodes=topology.replica_nodes,
+        )
 
-        def start(node: str, index: int) -> ActorHandle:
-            return self._cluster.start_async_worker(self._process(node, index))
+        def start(node: str, position: int, index: int) -> ActorHandle:
+            return self._cluster.start_async_worker(self._process(node, index, position))
 
-        starts: list[Start] = []
+        placements: list[tuple[str, Placement]] = []
         for here in (places[first : first + node_ranks] for first in range(0, len(places), node_ranks)):
             node = here[0].node
             if device.has_gpus:
-                shared = Placement(
-                    device.name, shares_devices=True, awaits_weights=awaits_weights, keeps_weights=not awaits_weights
-                )
                 gpus = tuple(gpu for place in here for gpu in place.gpus)
-                firsts = range(0, len(gpus), replica_ranks)
-                placements = [replace(shared, gpus=gpus[first : first + replica_ranks]) for first in firsts]
+                firsts = range(0, len(gpus), own_ranks)
+                placements += [(node, replace(shared, gpus=gpus[first : first + own_ranks])) for first in firsts]
             else:
-                threads = self._processes.cores(node) // replica_ranks or 1
-                placements = [Placement(device.name, (), threads, awaits_weights=awaits_weights)]
-            starts += [(partial(start, node), placement) for placement in placements]
+                threads = self._processes.cores(node) // topology.replica_ranks or 1
+                placements.append((node, replace(shared, cpu_threads=threads)))
+        starts = [
+            [
+                (partial(start, node, position), replace(placement, node=position))
+                for position, (node, placement) in enumerate(placements[first : first + topology.replica_nodes])
+            ]
+            for first in range(0, len(placements), topology.replica_nodes)
+        ]
         return self._begin(starts, places[0].node)
 
     def begin_alone(self, beside: str = "", *, awaits_weights: bool) -> Callable[[], list[Replica]]:
@@ -156,53 +170,57 @@ class Replicas:
             beside: A node of the policy for environments if the nodes of replicas may be lost.
             awaits_weights: True if a policy will send them weights before they generate.
         """
-        starts = [self._start_alone(bundle, bundle.node, awaits_weights=awaits_weights) for bundle in self._bundles]
-        finish = self._begin(starts, beside if self._topology.is_elastic else self._bundles[0].node)
+        nodes = [[bundle.node for bundle in bundles] for bundles in self._bundles]
+        starts = [
+            self._start_alone(bundles, on, awaits_weights=awaits_weights)
+            for bundles, on in zip(self._bundles, nodes, strict=True)
+        ]
+        finish = self._begin(starts, beside if self._topology.is_elastic else nodes[0][0])
 
         def finish_alone() -> list[Replica]:
             replicas = finish()
             self._devices = dict(zip(replicas, self._bundles, strict=True))
-            self._nodes = {replica: bundle.node for replica, bundle in self._devices.items()}
+            self._nodes = dict(zip(replicas, nodes, strict=True))
             return replicas
 
         return finish_alone
 
-    def request(self) -> Bundle:
+    def request(self) -> list[Bundle]:
         """Ask the cluster for the devices of one more replica, without waiting."""
-        bundle = self._cluster.request_replica(self._topology.replica_resources)
-        self._bundles.append(bundle)
-        return bundle
+        topology = self._topology
+        bundles = self._cluster.request_replica(topology.replica_resources, topology.replica_nodes)
+        self._bundles.append(bundles)
+        return bundles
 
-    def begin_on(self, devices: Bundle) -> tuple[Replica, Callable[[], None]]:
-        """Begin to start a replica on granted devices, after the preparation of their node. The returned function waits
-        until it is ready.
+    def begin_on(self, devices: list[Bundle]) -> tuple[Replica, Callable[[], None]]:
+        """Begin to start a replica on granted devices, after the preparation of their nodes. The returned function
+        waits until it is ready.
 
         Raises:
-            RLError: If its node cannot be prepared.
+            RLError: If a node cannot be prepared.
         """
-        node = self._cluster.node_of(devices)
-        self._processes.prepare((node, role) for role in self._roles)
-        start, placement = self._start_alone(devices, node, awaits_weights=True)
+        nodes = [self._cluster.node_of(bundle) for bundle in devices]
+        self._processes.prepare((node, role) for node in nodes for role in self._roles)
         taken = {replica.index for replica in self._devices}
         index = next(index for index in itertools.count() if index not in taken)
-        replica = self._replica(start, placement, index)
+        replica = self._replica(self._start_alone(devices, nodes, awaits_weights=True), index)
         self._devices[replica] = devices
-        self._nodes[replica] = node
+        self._nodes[replica] = nodes
         return replica, replica.begin_start()
 
-    def give_back(self, devices: Bundle) -> None:
+    def give_back(self, devices: list[Bundle]) -> None:
         """Release devices without a started replica."""
         self._bundles.remove(devices)
-        self._cluster.release([[devices]])
+        self._cluster.release([devices])
 
     def discard(self, replica: Replica) -> None:
-        """End a replica's process and release its devices. The run does not need its node any more if it has no other
-        replicas.
+        """End a replica's processes and release its devices. The run does not need those of its nodes any more that
+        have no other replicas.
         """
         replica.kill()
         self.give_back(self._devices.pop(replica))
-        node = self._nodes.pop(replica)
-        if node not in self._nodes.values():
+        nodes = self._nodes.pop(replica)
+        for node in set(nodes).difference(*self._nodes.values()):
             self._processes.nodes.leave(node, self._roles)
 
     def environment_watch(self) -> EnvironmentWatch:
@@ -223,10 +241,10 @@ class Replicas:
 
     def _begin(self, starts: Sequence[Start], host: str) -> Callable[[], list[Replica]]:
         if self._needs.judges:
-            is_fixed = not any(placement.awaits_weights for _, placement in starts)
+            is_fixed = not any(placement.awaits_weights for start in starts for _, placement in start)
             self.judges = self._start_judges(host, is_fixed=is_fixed)
         self._environments = {name: self._environment(name, host) for name in sorted(self._needs.environments)}
-        replicas = [self._replica(start, placement, index) for index, (start, placement) in enumerate(starts)]
+        replicas = [self._replica(start, index) for index, start in enumerate(starts)]
         waits = [replica.begin_start() for replica in replicas]
 
         def finish() -> list[Replica]:
@@ -239,21 +257,27 @@ class Replicas:
 
         return finish
 
-    def _start_alone(self, bundle: Bundle, node: str, *, awaits_weights: bool) -> Start:
-        """Return the start of a replica on its own devices: the GPUs that Ray shows to its process."""
-        device, ranks = self._topology.device, self._topology.replica_ranks
+    def _start_alone(self, bundles: Sequence[Bundle], nodes: Sequence[str], *, awaits_weights: bool) -> Start:
+        """Return the start of a replica on its own devices: the GPUs that Ray shows to its processes."""
+        device, ranks = self._topology.device, self._topology.replica_resources
 
-        def start(index: int) -> ActorHandle:
+        def start(bundle: Bundle, position: int, index: int) -> ActorHandle:
             # Ray may have moved the devices to another node.
             now = self._cluster.node_of(bundle)
             self._processes.prepare((now, role) for role in self._roles)
-            return self._cluster.start_async_worker(self._process(now, index, device.num_gpus(ranks)), bundle=bundle)
+            process = self._process(now, index, position, num_gpus=device.num_gpus(ranks))
+            return self._cluster.start_async_worker(process, bundle=bundle)
 
-        threads = self._processes.cores(node) // (2 * ranks) or 1
-        return start, Placement(device.name, (), threads, awaits_weights=awaits_weights)
+        def placement(node: str, position: int) -> Placement:
+            threads = self._processes.cores(node) // (2 * self._topology.replica_ranks) or 1
+            count = len(bundles)
+            return Placement(device.name, (), threads, awaits_weights=awaits_weights, node=position, num_nodes=count)
 
-    def _replica(self, start: Callable[[int], ActorHandle], placement: Placement, index: int) -> Replica:
-        backend = self._backend
+        placed = enumerate(zip(bundles, nodes, strict=True))
+        return [(partial(start, bundle, place), placement(node, place)) for place, (bundle, node) in placed]
+
+    def _replica(self, starts: Start, index: int) -> Replica:
+        backend, placement = self._backend, starts[0][1]
         config = backend.config
         # The rollouts of each of several replicas follow its load.
         reports_load = self._reports_load or self._topology.num_replicas > 1
@@ -283,10 +307,21 @@ class Replicas:
             index=index,
             turns=self._turns,
         )
-        logs, timeouts = self._processes.logs, self._processes.timeouts
-        start_it = partial(start, index)
+        logs = self._processes.logs
+        followers = []
+        for start, own in starts[1:]:
+            args = (config, backend.backend, backend.model, replace(placement, node=own.node, gpus=own.gpus))
+            log = f"{logs}/{name_of(index, own.node)}.log"
+            followers.append(Follower(partial(start, index), backend.plugin.follower, args, log))
         return Replica(
-            start_it, spec, self._environments, index=index, logs=logs, timeouts=timeouts, judges=self.judges
+            partial(starts[0][0], index),
+            spec,
+            self._environments,
+            index=index,
+            logs=logs,
+            timeouts=self._processes.timeouts,
+            judges=self.judges,
+            followers=followers,
         )
 
     def _opponent(self, need: OpponentNeed, placement: Placement) -> OpponentSpec:
@@ -305,8 +340,9 @@ class Replicas:
         config = backend.config.model_copy(update={"lora_sync": "merged"})
         return OpponentSpec(need, (config, backend.backend, model, own))
 
-    def _process(self, node: str, index: int, num_gpus: float = 0) -> WorkerProcess:
-        return self._processes.on(node, GENERATION, num_gpus=num_gpus, number=index, name=name_of(index))
+    def _process(self, node: str, index: int, position: int, *, num_gpus: float = 0) -> WorkerProcess:
+        name = name_of(index, position)
+        return self._processes.on(node, GENERATION, num_gpus=num_gpus, number=index, name=name)
 
     def _environment(self, name: str, node: str) -> RemoteEnvironment:
         instance = instance_of(self._settings, name)

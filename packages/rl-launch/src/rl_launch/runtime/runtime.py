@@ -122,10 +122,10 @@ class Runtime:
     def monitored(self) -> list[Monitored]:
         """Return the workers at present, for readings. Any thread can call it."""
         pool, replicas, models = self.rollout_pool, self._replicas, self._models
-        generating = [replica.monitored for replica in pool.replicas] if pool is not None else []
+        generating = [each for replica in pool.replicas for each in replica.monitored] if pool is not None else []
         return [
             *(models.monitored() if models is not None else ()),
-            *(worker for worker in generating if worker is not None),
+            *generating,
             *(replicas.monitored_environments() if replicas is not None else ()),
         ]
 

@@ -110,6 +110,13 @@ class GroupJudges(Protocol):
         """Offer the engines of this process to the judges."""
 
 
+class Meeting(Protocol):
+    """A place where the nodes of a replica meet, as `rl_core.ray.host.Place`."""
+
+    address: str
+    port: int
+
+
 class RolloutWorker:
     """Holds one replica and runs rollouts on it, so that no turn of a rollout passes through the driver.
 
@@ -117,13 +124,22 @@ class RolloutWorker:
         spec: The parts to build.
         environments: Clients by environment name.
         judges: Language models that judge rollouts; None without judges.
+        meeting: Where the nodes of its replica meet; None for a replica on one node.
     """
 
     def __init__(
-        self, spec: RolloutWorkerSpec, environments: Mapping[str, EnvironmentClient], judges: GroupJudges | None = None
+        self,
+        spec: RolloutWorkerSpec,
+        environments: Mapping[str, EnvironmentClient],
+        judges: GroupJudges | None = None,
+        meeting: Meeting | None = None,
     ) -> None:
         engine = resolve(spec.generator)
-        self._generator: Generator = engine(*spec.generator_args)
+        generator_args = spec.generator_args
+        if meeting is not None:
+            *settings, placement = generator_args
+            generator_args = (*settings, dataclasses.replace(placement, meeting=(meeting.address, meeting.port)))
+        self._generator: Generator = engine(*generator_args)
         self._needs = [each.need for each in spec.opponents]
         self._opponents: dict[str, Generator] = {
             each.need.name: engine(*each.generator_args) for each in spec.opponents

@@ -144,8 +144,11 @@ def _vllm(config: Translation, section: str) -> None:
         config.unneeded(f"{engine}.precision", "it is policy.precision")
     elif precision != "fp8":
         config.refuse(f"{engine}.precision", f"generation in {precision} beside training in {policy}")
-    if config.get(f"{engine}.expert_parallel_size", 1) == 1:
+    experts, tensor = config.get(f"{engine}.expert_parallel_size", 1), config.get(f"{engine}.tensor_parallel_size", 1)
+    if experts == 1:
         config.unneeded(f"{engine}.expert_parallel_size", "experts are not sharded over ranks")
+    elif experts > tensor and experts % tensor == 0:
+        config.compute(f"{engine}.expert_parallel_size", f"{engine}.data_parallel_size", experts // tensor)
     else:
         config.put(f"{further}.enable_expert_parallel", True)
     kwargs = f"{section}.vllm_kwargs"
