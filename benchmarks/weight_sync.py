@@ -1,6 +1,6 @@
 """Bytes per second of a weight transfer between two processes, beside a plain copy in memory of the same tensors.
 
-    python benchmarks/weight_sync.py [MB:TENSORS ...] [--adapter DIM | --changes SHARE | --ranks N]
+    python benchmarks/weight_sync.py [MB:TENSORS ...] [--adapter DIM | --changes SHARE | --ranks N | --exchange N]
 
 Needs rl-core with its extra `torch`; runs on a GPU if there is one, else on the CPU. A transfer is timed from its
 beginning to the last acknowledged digest, as in every step of a run: tensors are copied into buckets and out of them
@@ -15,6 +15,10 @@ all weights are compared with those of what has changed (`policy.generation.weig
 
 With `--ranks` the tensors are square matrices for N receivers, as the ranks of a tensor-parallel engine are, and a
 transfer of which each is sent the rows that it keeps is compared with one in which each is sent everything.
+
+With `--exchange` the tensors are square bfloat16 matrices, whose rows are divided over N ranks of a policy, each of
+which fills buckets with some columns for its receiver: after it has gathered whole tensors, or by an exchange of pieces
+(`policy.generation.weight_sync_encoding: parts`), in turn. Both are timed without the hop to the receiver.
 """
 
 from __future__ import annotations
@@ -31,12 +35,14 @@ from multiprocessing.connection import Connection
 from typing import get_args
 
 import torch
+import torch.distributed as dist
 from measurement import seconds, surroundings, table
 
 from rl_core.devices import CPU, CUDA, Device
 from rl_core.torch.transport import ReceivingEnd, SendingEnd
-from rl_core.torch.transport.bucket import Parts, Region
+from rl_core.torch.transport.bucket import Parts, Region, lay_out
 from rl_core.torch.transport.digest import digest
+from rl_core.torch.transport.exchange import Exchange, HeldPart, planned
 from rl_core.weights import Manifest, TensorSpec, Transport, TransportKind
 
 CASES = ("3:64", "100:12", "1000:120")
@@ -77,6 +83,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="test run: 3:64 and 50:6, twice")
     parser.add_argument("--adapter", type=int, metavar="DIM", help="compare with adapters of this dim, sent alone")
     parser.add_argument("--changes", type=float, metavar="SHARE", help="compare with changes, of this share, alone")
+    parser.add_argument("--exchange", type=int, metavar="N", help="compare N ranks that gather with N that exchange")
     parser.add_argument("--ranks", type=int, metavar="N", help="compare with N receivers that keep some rows each")
     chosen = parser.parse_args()
     cases, repeats = chosen.cases or list(map(Case.parse, CASES)), chosen.repeats
@@ -91,6 +98,8 @@ def main() -> None:
             print(compared(case, chosen.adapter, device, repeats, chosen.threads))
         elif chosen.ranks:
             print(in_parts(case, chosen.ranks, device, repeats, chosen.threads))
+        elif chosen.exchange:
+            print(exchanged(case, chosen.exchange, repeats, chosen.threads))
         elif chosen.changes is not None:
             print(with_changes(case, chosen.changes, device, repeats, chosen.threads))
         else:
@@ -177,6 +186,73 @@ def in_parts(case: Case, num_ranks: int, device: Device, repeats: int, threads: 
         ("what it keeps", f"{num_bytes / num_ranks / MEGABYTE:.2f}", seconds(taken), f"{taken / whole:.2f}"),
     ]
     return table(["each receiver is sent", "MB", "s", "time to everything"], rows)
+
+
+def exchanged(case: Case, num_ranks: int, repeats: int, threads: int) -> str:
+    """The table of one case whose ranks gather whole tensors, or exchange pieces of them."""
+    context, port, pipes = multiprocessing.get_context("spawn"), free_port(), []
+    for rank in range(num_ranks):
+        ours, theirs = context.Pipe(duplex=False)
+        work = case, rank, num_ranks, port, repeats, threads, theirs
+        context.Process(target=fill_buckets, args=work, daemon=True).start()
+        pipes.append(ours)
+    found = [pipe.recv() for pipe in pipes]
+    gathered, exchanged = (
+        [sum(column) / num_ranks for column in zip(*way, strict=True)] for way in zip(*found, strict=True)
+    )
+    rows = [
+        (name, f"{arrived / MEGABYTE:.2f}", f"{1e9 * processor / kept:.2f}", f"{processor / gathered[0]:.2f}")
+        for name, (processor, arrived, kept) in (("gather whole tensors", gathered), ("exchange pieces", exchanged))
+    ]
+    return table(["the ranks", "MB arrive at each", "processor ns for a byte that it keeps", "to gathering"], rows)
+
+
+def fill_buckets(
+    case: Case, rank: int, num_ranks: int, port: int, repeats: int, threads: int, pipe: Connection
+) -> None:
+    """One of the ranks, which sends for each way: seconds of the processor, bytes that arrive, bytes that it keeps."""
+    torch.set_num_threads(threads)
+    store = dist.TCPStore("127.0.0.1", port, num_ranks, is_master=rank == 0)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
+    assert dist.group.WORLD is not None
+    width = math.isqrt(case.megabytes * MEGABYTE // 2 // case.num_tensors) // num_ranks * num_ranks
+    manifest = Manifest(1, tuple(TensorSpec(f"t{at}", (width, width), "bfloat16") for at in range(case.num_tensors)))
+    rows, columns = (torch.empty(width, width, device="meta").chunk(num_ranks, dim)[rank] for dim in (0, 1))
+    layout = lay_out(manifest, CPU.bucket_bytes).keeping(
+        {spec.name: (Region.of(columns),) for spec in manifest.tensors}
+    )
+    box = ((rows.storage_offset() // width, rows.storage_offset() // width + len(rows)), (0, width))
+    holdings = {spec.name: [HeldPart(box, torch.randn(rows.shape).bfloat16())] for spec in manifest.tensors}
+    plan = planned(None, layout, holdings, dist.group.WORLD, CPU.bucket_bytes)
+    grouped = layout.grouped(plan.buckets)
+    buffer = torch.empty(max(layout.capacity, grouped.capacity), dtype=torch.uint8)
+    whole = torch.empty(width, width, dtype=torch.bfloat16)
+    num_bytes = manifest.num_bytes * (num_ranks - 1) / num_ranks
+
+    def gather() -> float:
+        for bucket in layout.buckets:
+            for slot in bucket.slots:
+                dist.all_gather_single(whole, holdings[slot.spec.name][0].values)
+                slot.fill(buffer, whole)
+        return num_bytes
+
+    def exchange() -> float:
+        own = Exchange.among_senders(plan, grouped, holdings, torch.device("cpu"))
+        for bucket in grouped.buckets:
+            own.fill(bucket, buffer)
+        own.compare(own.told_digests())
+        return float(own.num_bytes_planned)
+
+    kept = float(sum(bucket.num_bytes for bucket in layout.buckets))
+    found: list[list[tuple[float, float, float]]] = [[], []]
+    for _ in range(repeats + 1):
+        for taken, work in zip(found, (gather, exchange), strict=True):
+            dist.barrier()
+            began, arrived = time.process_time(), work()
+            taken.append((time.process_time() - began, arrived, kept))
+    pipe.send([tuple(map(min, zip(*taken[1:], strict=True))) for taken in found])
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def transfer(

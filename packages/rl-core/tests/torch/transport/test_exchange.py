@@ -7,8 +7,10 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from math import prod
@@ -23,13 +25,16 @@ from splits import Engine, Fsdp, Megatron, Weight, cut
 from transport_peers import Peer
 
 from rl_core import resharding
-from rl_core.errors import WeightSyncError
+from rl_core.devices import CPU
+from rl_core.errors import RLError, WeightSyncError
 from rl_core.testing.exhaustive import partly_exhaustive
-from rl_core.torch.transport import exchange
+from rl_core.torch.training.publishing import send_weights
+from rl_core.torch.transport import ReceivingEnd, SendingEnd, exchange
 from rl_core.torch.transport.bucket import Layout, Parts, Region, lay_out, parts_to_send
 from rl_core.torch.transport.changes import ChangedLanes
+from rl_core.torch.transport.channel import Channel, asking
 from rl_core.torch.transport.exchange import Exchange, HeldPart, Holdings, RankShare, balanced, plan_of, planned
-from rl_core.weights import ITEM_BYTES, Manifest, TensorSpec
+from rl_core.weights import ITEM_BYTES, Manifest, TensorSpec, Transport
 
 NUM_RANKS, PER_NODE = 8, 2
 BUCKET_BYTES = 4096
@@ -331,3 +336,88 @@ def test_all_ranks_end_with_one_that_is_killed(dies_at: int) -> None:
     found = run_all(case, dies_at=dies_at)
     assert len(found) == NUM_RANKS
     assert all(isinstance(each, Exception) for each in found)
+
+
+def test_a_long_wait_ends_once_another_rank_has_failed_and_a_short_one_does_not_ask() -> None:
+    ours, theirs = socket.socketpair()
+    asked = []
+
+    def reason() -> str:
+        asked.append(None)
+        return "rank 3 failed: KeyError" if len(asked) > 1 else ""
+
+    with ours, theirs, asking(reason):
+        Channel(theirs, "the sender", TIMEOUT_S).send({"taken": 0}, "bucket 1")
+        channel = Channel(ours, "receiver rank 1", TIMEOUT_S)
+        assert channel.receive("bucket 1") == {"taken": 0}
+        assert not asked
+        with pytest.raises(WeightSyncError, match=r"during bucket 2.* rank 3 failed: KeyError"):
+            channel.receive("bucket 2")
+    assert len(asked) == 2
+
+
+def publish(rank: int, port: int, address: str, fails_in: int) -> tuple[list[str], float]:
+    """Send three versions to a receiver in a thread, that of rank 1 fails in one of them, in which that of rank 0 waits
+    for it; what the sender raised, and the seconds from the failure to the end of the transfer."""
+    store = dist.TCPStore("127.0.0.1", port, 2, is_master=rank == 0)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    trainer, keeps = Fsdp(shards=2), kept_by(Engine(tp=2), rank)
+    specs = tuple(TensorSpec(name, weight.shape, dtype_of(name)) for name, weight in model().items())
+    mesh: Any = SimpleNamespace(rank=rank, control=dist.group.WORLD, device=torch.device("cpu"), world_size=2)
+    transport = Transport("ipc", address, 1, BUCKET_BYTES, TIMEOUT_S, every_rank_sends=True, secret=b"s" * 16)
+    ends, found, over = (SendingEnd(CPU), ReceivingEnd(CPU)), [], threading.Event()
+    failed_at = time.monotonic()
+
+    def receive(manifest: Manifest, values: dict[str, torch.Tensor]) -> None:
+        with suppress(WeightSyncError, KeyError), ends[1].transfer(manifest, transport, 1, keeps) as receiver:
+            for name, tensor in receiver:
+                if manifest.version == fails_in:
+                    if rank == 1:
+                        raise KeyError("no such parameter")
+                    over.wait(TIMEOUT_S)
+                expected = values[name].to(tensor.dtype)
+                for region in keeps.get(name, [Region.of(expected)]):
+                    assert region.read(tensor).equal(region.read(expected))
+            found.append(f"received {manifest.version}")
+
+    with mock.patch.object(type(CPU), "memory_id", str(rank)):
+        for version in range(1, NUM_VERSIONS + 1):
+            values = whole_model(version)
+            weights: Any = SimpleNamespace(holdings=lambda _, values=values: holdings_of(trainer, rank, values))
+            manifest = Manifest(version, specs, is_held_in_parts=True)
+            thread = threading.Thread(target=receive, args=(manifest, values))
+            thread.start()
+            failed_at = time.monotonic()
+            try:
+                send_weights(ends[0], weights, manifest, transport, "bfloat16", mesh)
+            except RLError as error:
+                found.append(f"{type(error).__name__}: {error}")
+            took = time.monotonic() - failed_at
+            if version == fails_in:
+                over.set()
+                thread.join()
+                break
+            thread.join()
+    dist.destroy_process_group()
+    return found, took
+
+
+@pytest.mark.parametrize("fails_in", [0, 2])
+def test_a_receiver_that_fails_ends_the_transfer_of_all_ranks_soon(fails_in: int) -> None:
+    """Also of a rank whose receiver waits for the failed one; versions before it, or all, arrive."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    peers = [Peer(publish, rank, port, f"127.0.0.1:{port}", fails_in) for rank in range(2)]
+    try:
+        outcomes = [peer.result()[0] for peer in peers]
+    finally:
+        for peer in peers:
+            peer.end()
+    assert not [each for each in outcomes if isinstance(each, Exception)]
+    for found, took in outcomes:
+        received = [f"received {version}" for version in range(1, (fails_in or NUM_VERSIONS + 1))]
+        assert found[: len(received)] == received
+        assert len(found) == len(received) + bool(fails_in), found
+        if fails_in:
+            assert "no such parameter" in found[-1]
+            assert took < TIMEOUT_S / 4
