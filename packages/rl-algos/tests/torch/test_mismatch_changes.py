@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache, Qwen2Config, Qwen2ForCausalLM
 
 from rl_algos.rollouts.mismatch import MismatchCase, MismatchGap, MismatchRows, OlderWeights, TriedChange, ranked
 from rl_algos.tiny_model import make_tokenizer
@@ -65,10 +65,12 @@ def changed(model, edit=lambda config: None, weights=lambda tensors: None):
 
 
 @torch.no_grad()
-def sampled(folder, suffix="", **sampling):
-    """Sample rows from a model; `suffix` is added to the prompts and not recorded."""
+def sampled(folder, suffix="", prefix_of=None, **sampling):
+    """Sample rows from a model; `suffix` is added to the prompts and not recorded, and `prefix_of` is the model that
+    has computed keys and values of the prompts."""
     tokenizer, random = make_tokenizer(), np.random.default_rng(1)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    older = prefix_of and AutoModelForCausalLM.from_pretrained(prefix_of, dtype=torch.float32)
     params = SamplingParams(max_new_tokens=NUM_TOKENS, **sampling)
     columns = {"tokens": [], "mask": [], "generation": []}
     for question in QUESTIONS:
@@ -76,9 +78,14 @@ def sampled(folder, suffix="", **sampling):
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         prompt = tokenizer.encode(text, add_special_tokens=False)
         read = [*prompt, *tokenizer.encode(suffix, add_special_tokens=False)]
-        own = []
+        own, cache, start = [], None, 0
+        if older:
+            cache, start = DynamicCache(config=model.config), len(read) - 1
+            older(torch.tensor([read[:start]]), past_key_values=cache, use_cache=True)
         for _ in range(NUM_TOKENS):
-            logprobs = processed_logprobs(model(torch.tensor([read])).logits[0, -1].double().numpy(), params)
+            logits = model(torch.tensor([read[start:]]), past_key_values=cache, use_cache=cache is not None).logits
+            start = len(read) if cache is not None else 0
+            logprobs = processed_logprobs(logits[0, -1].double().numpy(), params)
             token = int(random.choice(len(logprobs), p=np.exp(logprobs) / np.exp(logprobs).sum()))
             read.append(token)
             own.append(float(logprobs[token]))
@@ -197,6 +204,15 @@ def test_stale_weights_are_found(tmp_path, model, has_adapters):
     before = (OlderWeights("the weights before step 4", str(older)),)
     _, (first, *_) = found(tmp_path, model, sampled(older), older=before, has_adapters=has_adapters)
     assert first.cause == ("adapter" if has_adapters else "stale")
+    assert first.closed > 0.99
+
+
+@exhaustive
+def test_a_prefix_cache_that_is_kept_over_a_weight_change_is_found(tmp_path, model):
+    older = changed(model, weights=drifted)
+    before = (OlderWeights("the weights before step 4", str(older)),)
+    _, (first, *_) = found(tmp_path, model, sampled(model, prefix_of=older), older=before)
+    assert first.cause == "prefix_cache"
     assert first.closed > 0.99
 
 

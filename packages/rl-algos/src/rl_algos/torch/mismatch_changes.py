@@ -559,14 +559,14 @@ def _orders(reference: MismatchModel, held: Mapping[str, Tensor]) -> Iterator[Tr
     size = getattr(reference.module.config, "head_dim", None)
     rotated = [name for name in held if name.split(".")[-2:-1] in (["q_proj"], ["k_proj"])]
     if size and rotated:
-        for detail, shape in {"halves": (2, size // 2), "pairs": (size // 2, 2)}.items():
+        orders = {"halves are read as pairs": (2, size // 2), "pairs are read as halves": (size // 2, 2)}
+        for detail, shape in orders.items():
             changed = {
                 name: held[name].data.unflatten(0, (-1, *shape)).transpose(1, 2).flatten(0, 2) for name in rotated
             }
             with _replaced(reference.module, changed):
                 found = reference.logprobs()
-            text = f"queries and keys are rotated as {'pairs' if detail == 'halves' else 'halves'} of another order"
-            yield from reference.attempt("layout", text, found)
+            yield from reference.attempt("layout", f"rows of q_proj and k_proj: {detail}", found)
     gates = {name: name.replace("gate_proj", "up_proj") for name in held if "gate_proj" in name}
     swapped = {name: held[other].data for name, other in gates.items() if other in held}
     swapped |= {other: held[name].data for name, other in gates.items() if other in held}

@@ -202,6 +202,11 @@ def _made(source: str, overrides: Sequence[str], folder: Path, point: BranchPoin
     """Make steps that are recorded, in a folder of their own."""
     plan = read_plan(source, overrides)
     section = next(key for key, each in vars(plan.config).items() if hasattr(each, "num_prompts_per_step"))
+    if getattr(getattr(plan.config, section), "serves_users", False):
+        raise ConfigError(
+            f"{source} learns from users, so no steps can be made for an examination. Examine a run of it that has "
+            "recorded rollouts of its newest checkpoint (logger.token_level)"
+        )
     last = (0 if point is None else point.name.step or 0) + NUM_STEPS
     fixed = [
         f"run_dir={folder}",
