@@ -32,6 +32,7 @@ class Policy:
     def __init__(self, events):
         self.events, self.digests, self.revision = events, [["all"], []], 0
         self.failure = None
+        self.holds_parts = False
         self.transports = []
         self.forms = []
 
@@ -48,7 +49,7 @@ class Policy:
     def manifest(self, version, form):
         self.events.append("manifest")
         if form == "merged":
-            return Manifest(version, MANIFEST)
+            return Manifest(version, MANIFEST, is_held_in_parts=self.holds_parts)
         return Manifest(version, FACTORS if form == "adapter" else (*MANIFEST, *FACTORS), num_factors=len(FACTORS))
 
     def start_send(self, manifest, transport):
@@ -119,7 +120,7 @@ def events(monkeypatch):
     return []
 
 
-def way_of(model, target="policy", *, residency=None, kind="ipc", tenant=""):
+def way_of(model, target="policy", *, residency=None, kind="ipc", tenant="", encoding="full"):
     addresses = itertools.count(1)
     return WeightTransfer(
         model,
@@ -130,6 +131,7 @@ def way_of(model, target="policy", *, residency=None, kind="ipc", tenant=""):
         gives_way=residency is not None,
         bucket_bytes=2**20,
         tenant=tenant,
+        encoding=encoding,
     )
 
 
@@ -227,6 +229,29 @@ def test_all_transfers_share_a_connection_and_the_manifest_until_a_replica_is_st
     sync.send(sync.publish(), [replica])
     sync.send(sync.publish(), [replica])
     assert len(set(sync._policy.model.transports)) == 2
+
+
+@pytest.mark.parametrize(
+    ("encoding", "kind", "every_rank_sends", "sends_changes"),
+    [
+        ("full", "collective", False, False),
+        ("parts", "collective", True, False),
+        ("changes", "collective", True, True),
+        ("changes", "disk", False, True),
+    ],
+)
+def test_all_ranks_send_if_they_hold_parts_and_the_encoding_has_it(
+    events, encoding, kind, every_rank_sends, sends_changes
+):
+    for holds_parts in (True, False):
+        policy = Policy(events)
+        policy.holds_parts = holds_parts
+        way = way_of(policy, kind=kind, encoding=encoding)
+        way.send(way.manifest("merged", 1), [Replica(events), Replica(events)])
+        (transport,) = policy.transports
+        assert transport.every_rank_sends == (every_rank_sends and holds_parts)
+        assert transport.sends_changes == sends_changes
+        assert transport.num_receivers == 4
 
 
 def test_adapters_travel_alone_once_a_replica_has_the_weights_that_they_sit_on(events):
