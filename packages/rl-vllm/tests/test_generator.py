@@ -225,6 +225,36 @@ class TestEngineInItsOwnProcess(VllmSuite):
         figures = {"num_running", "num_waiting", "kv_cache_usage", "num_preempted"}
         assert figures <= set(bench.runner.run(bench.generator.health()))
 
+    def test_tokens_stay_in_the_engines_process_until_a_request_ends(self, bench: Bench) -> None:
+        # vLLM reads the environment when it is imported, which the engine has set by now.
+        from rl_vllm.engine.holding_scheduler import REPORT_ID
+
+        processor = bench.generator._running().vllm.output_processor
+        process, seen = processor.process_outputs, []
+
+        def process_seen(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+            seen.extend((each.request_id, len(each.new_token_ids)) for each in outputs if each.request_id != REPORT_ID)
+            return process(outputs, *args, **kwargs)
+
+        async def together(**stop: Any) -> list[int]:
+            seen.clear()
+            requests = [GenerationRequest(prompt(5), SamplingParams(20, **stop), seed) for seed in range(4)]
+            completions = await asyncio.gather(*(bench.generator.generate(request) for request in requests))
+            assert [len(each.logprobs) for each in completions] == [len(each.token_ids) for each in completions]
+            return [len(each.token_ids) for each in completions]
+
+        processor.process_outputs = process_seen
+        try:
+            before = bench.runner.run(bench.generator.health())["num_sampled"]
+            assert bench.runner.run(together()) == [20] * 4
+            assert sorted(count for _, count in seen) == [20] * 4, "one output for each request"
+            assert bench.runner.run(bench.generator.health())["num_sampled"] == before + 80
+            # Their text is searched here.
+            bench.runner.run(together(stop_strings=("no such text",)))
+            assert len(seen) == 80
+        finally:
+            processor.process_outputs = process
+
     def test_zz_an_engine_that_is_killed_fails_requests_at_once(self, bench: Bench) -> None:
         """Last: it leaves no engine behind."""
         engine = next(p for p in psutil.Process().children() if "EngineCore" in " ".join(p.cmdline()) + p.name())

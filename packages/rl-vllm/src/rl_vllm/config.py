@@ -101,6 +101,7 @@ _REASONS = {
     "a replica has tensor_parallel_size x pipeline_parallel_size ranks": "prefill_context_parallel_size",
     "the generator counts drafts by them, and reports through `health`": "per_request_spec_decode_metrics",
     "every request carries its own seed": "seed",
+    "the generator's scheduler holds tokens until a request ends": "scheduler_cls",
     "stop strings need the tokenizer": "skip_tokenizer_init",
     "the trainer finds the allowed tokens with xgrammar": "structured_outputs_config",
     "set `policy.tokenizer.name`": "tokenizer",

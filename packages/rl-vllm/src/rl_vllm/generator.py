@@ -119,8 +119,7 @@ class VllmGenerator:
         if own_process:
             from rl_vllm.engine.process_engine import ProcessEngine
 
-            reports_load = placement.reports_load or backend.speculation is not None
-            self._engine = await ProcessEngine.start(arguments, reports_load=reports_load)
+            self._engine = await ProcessEngine.start(arguments)
         else:
             from rl_vllm.engine.local_engine import LocalEngine
 

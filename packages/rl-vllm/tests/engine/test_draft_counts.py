@@ -1,31 +1,19 @@
 """Counts of drafts leave out what was drafted past the end of a completion."""
 
-from types import SimpleNamespace
-
 import pytest
 from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
-from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from rl_vllm.engine.speculation import DraftCounts
 
 
-class State:
-    """A request of vLLM's output processor, as a key."""
-
-
 def request_of(counts, steps, *, num_kept):
     """Follow a request through its steps: pairs of drafted and accepted tokens, `num_kept` of the last one's tokens."""
-    state, metrics = State(), RequestSpecDecodeMetrics.new(3)
-    for place, (drafted, accepted) in enumerate(steps):
-        is_last = place == len(steps) - 1
-        stats = SpecDecodingStats.new(3)
+    metrics = RequestSpecDecodeMetrics.new(3)
+    for drafted, accepted in steps:
         if drafted:
-            stats.observe_draft(drafted, accepted)
+            counts.take(drafted, accepted)
             metrics.observe(drafted, accepted, detailed=True)
-        num_tokens = num_kept if is_last else accepted + 1
-        output = SimpleNamespace(new_token_ids=[7] * num_tokens, spec_decode_metrics=metrics if is_last else None)
-        counts.see(state, output)
-        counts.take(stats)
+    counts.cut(metrics, len(steps), sum(accepted + 1 for _, accepted in steps[:-1]) + num_kept)
 
 
 @pytest.mark.parametrize(
@@ -46,33 +34,15 @@ def request_of(counts, steps, *, num_kept):
     ],
 )
 def test_drafted_tokens_are_counted_up_to_the_end_token(steps, num_kept, expected):
-    counts = DraftCounts()
+    counts = DraftCounts(3)
     request_of(counts, steps, num_kept=num_kept)
     assert counts.read() == expected
 
 
 def test_completions_that_end_in_their_first_draft_have_a_rate_of_their_own_tokens():
-    counts = DraftCounts()
+    counts = DraftCounts(3)
     for _ in range(100):
         # accepted by the model in full, and discarded but for the first token
         request_of(counts, [(0, 0), (3, 3)], num_kept=1)
     _, num_drafted, accepted = counts.read()
     assert (num_drafted, accepted) == (100, (100, 0, 0))
-
-
-def test_counts_never_decrease_whichever_arrives_first():
-    counts = DraftCounts()
-    request_of(counts, [(0, 0), (3, 3)], num_kept=4)
-    before = counts.read()
-    counts.cut(RequestSpecDecodeMetrics(3, [0, 0, 0, 1], 3, [3], [3]), num_steps=2, num_tokens=2)
-    assert counts.read() == before
-    stats = SpecDecodingStats.new(3)
-    stats.observe_draft(3, 3)
-    counts.take(stats)
-    assert counts.read() == (2, 4, (2, 1, 1))
-
-
-def test_a_request_that_is_interrupted_leaves_nothing_behind():
-    counts = DraftCounts()
-    counts.see(State(), SimpleNamespace(new_token_ids=[7], spec_decode_metrics=None))
-    assert not counts._received

@@ -27,6 +27,7 @@ from rl_core.rollouts.generation import GenerationRequest, Placement
 from rl_core.torch.files.language_part import language_config, read_language_config
 from rl_core.torch.training.lora import is_adapted
 from rl_vllm.config import MAX_TEMPERATURE, MIN_TEMPERATURE, VllmConfig
+from rl_vllm.engine.holding_scheduler import HoldingScheduler
 from rl_vllm.engine.memory import GIB, MAX_SHARE
 from rl_vllm.engine.speculation import speculative_config
 from rl_vllm.patches.continued_text import NUM_SAMPLED
@@ -167,6 +168,7 @@ def engine_arguments(
         speculative_config=drafting,
         per_request_spec_decode_metrics="none" if drafting is None else "detailed",
         disable_log_stats=True,
+        scheduler_cls=HoldingScheduler,
         # Rollout workers find the allowed tokens of each token by the same library (`rl_core.rollouts.grammar`).
         structured_outputs_config={"backend": "xgrammar"},
         **{**further, **backend.vllm_kwargs},

@@ -21,8 +21,8 @@ from rl_core.errors import GeneratorError, RequestRefused
 from rl_core.rollouts.generation import GenerationRequest
 from rl_core.rollouts.speculation import SpeculationCounts
 from rl_vllm.engine.arguments import sampling_params, scoring_params
+from rl_vllm.engine.holding_scheduler import receive_held
 from rl_vllm.engine.image_inputs import ImageInputs
-from rl_vllm.engine.speculation import DraftCounts
 from rl_vllm.patches.continued_text import continue_texts
 
 EnginePrompt = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
@@ -34,35 +34,38 @@ class Engine(ABC):
 
     Args:
         vllm: Engine of vLLM.
-        drafts: Counts of its drafts.
 
     Attributes:
         adapter: Adapter that requests are computed with; set by `use_adapter`.
-        num_sampled: Tokens sampled so far, including requests in flight.
     """
 
-    def __init__(self, vllm: AsyncLLM | LLMEngine, drafts: DraftCounts) -> None:
+    def __init__(self, vllm: AsyncLLM | LLMEngine) -> None:
         self.adapter: LoRARequest | None = None
-        self.num_sampled = self._num_steps = 0
         self.vllm = vllm
-        self.speculates = vllm.vllm_config.speculative_config is not None
-        self._drafts = drafts
+        self._reports: dict[int, Mapping[str, Any]] = {}
         self._image_inputs: ImageInputs | None = None
-        # The tokens of every step pass through the output processor.
         processor = vllm.output_processor
         process = processor.process_outputs
 
-        def count(outputs: Sequence[EngineCoreOutput], *args: Any, **kwargs: Any) -> Any:
-            self.num_sampled += sum(len(output.new_token_ids) for output in outputs)
-            self._num_steps += sum(bool(output.new_token_ids) for output in outputs)
-            if self.speculates:
-                for output in outputs:
-                    drafts.see(processor.request_states.get(output.request_id), output)
+        def receive(outputs: Sequence[EngineCoreOutput], *args: Any, **kwargs: Any) -> Any:
+            self._reports.update((report["engine"], report) for report in receive_held(processor, outputs))
             return process(outputs, *args, **kwargs)
 
-        # vLLM's own statistics cost more, and their interface is not stable.
-        processor.process_outputs = count
+        processor.process_outputs = receive
         continue_texts(processor)
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens sampled so far, including requests in flight."""
+        return self._sum("num_sampled")
+
+    @property
+    def load(self) -> Mapping[str, float]:
+        """The load of the engine, as entries of `Generator.health`; empty before the first step."""
+        if not self._reports:
+            return {}
+        counts = {name: self._sum(name) for name in ("num_running", "num_waiting", "num_preempted")}
+        return {**counts, "kv_cache_usage": max(report["kv_cache_usage"] for report in self._reports.values())}
 
     def speculation(self, break_even: float) -> SpeculationCounts:
         """Return the counts of speculative decoding so far.
@@ -70,7 +73,14 @@ class Engine(ABC):
         Args:
             break_even: See `SpeculationCounts`.
         """
-        return SpeculationCounts(self.num_sampled, self._num_steps, *self._drafts.read(), break_even)
+        drafts = [report["drafts"] for report in self._reports.values()]
+        accepted = tuple(map(sum, zip(*(accepted for _, _, accepted in drafts), strict=True)))
+        num_drafts, num_tokens = (sum(each[place] for each in drafts) for place in (0, 1))
+        return SpeculationCounts(self.num_sampled, self._sum("num_steps"), num_drafts, num_tokens, accepted, break_even)
+
+    def _sum(self, name: str) -> int:
+        """Return the sum of a count over the schedulers of the engine; 0 before the first step."""
+        return sum(report[name] for report in self._reports.values())
 
     def use_adapter(self, version: int | None) -> None:
         """Compute later requests with the adapters that were received with a weight version, or with none."""
@@ -147,11 +157,6 @@ class Engine(ABC):
     async def wake(self, parts: Sequence[str]) -> None:
         """Take device memory for these parts again."""
         await self.ask("wake_up", list(parts))
-
-    @property
-    @abstractmethod
-    def load(self) -> Mapping[str, float]:
-        """The load of the engine, as entries of `Generator.health`; empty if it is not reported."""
 
     @abstractmethod
     async def run(self, prompt: EnginePrompt, params: VllmSamplingParams) -> Any:

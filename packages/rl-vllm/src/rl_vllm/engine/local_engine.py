@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,13 +13,11 @@ from typing import Any
 from vllm import AsyncEngineArgs
 from vllm import SamplingParams as VllmSamplingParams
 from vllm.lora.request import LoRARequest
-from vllm.v1.engine import FinishReason
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from rl_core.errors import GeneratorError, RequestRefused
 from rl_core.torch.generation.step_thread import StepThread
 from rl_vllm.engine.engine import Engine, EnginePrompt, can_be_interrupted, failures, one_line
-from rl_vllm.engine.speculation import DraftCounts
 from rl_vllm.patches.kernel_overrides import skip_odd_namespaces
 
 # An engine may have been here before, or another library that uses numba.
@@ -40,10 +38,7 @@ class LocalEngine(Engine):
     """vLLM's engine without its own processes: it starts in half the time, and nothing travels to it."""
 
     def __init__(self, thread: StepThread[SteppedEngine], engine: SteppedEngine) -> None:
-        drafts = DraftCounts()
-        super().__init__(engine.vllm, drafts)
-        if self.speculates:
-            drafts.follow(engine.vllm.engine_core.engine_core.scheduler)
+        super().__init__(engine.vllm)
         self._thread = thread
         self._engine = engine
         self._submitted: list[LocalRequest] = []
@@ -68,14 +63,6 @@ class LocalEngine(Engine):
         except Exception as error:
             raise GeneratorError(f"vLLM did not start: {one_line(error)}") from error
         return cls(thread, loaded[0])
-
-    @property
-    def load(self) -> Mapping[str, float]:
-        # The engine has these numbers anyway; vLLM's statistics cost more.
-        scheduler = self.vllm.engine_core.engine_core.scheduler
-        num_running, num_waiting = scheduler.get_request_counts()
-        usage = scheduler.kv_cache_manager.usage
-        return {"num_running": num_running, "num_waiting": num_waiting, "kv_cache_usage": usage}
 
     async def run(self, prompt: EnginePrompt, params: VllmSamplingParams) -> Any:
         await self.check()
@@ -155,14 +142,10 @@ class SteppedEngine:
                 self._answer(output.request_id, output)
 
     def interrupt(self) -> None:
-        """End requests for tokens with the tokens that they have."""
-        for name in [name for name, request in self._requests.items() if can_be_interrupted(request.params)]:
-            internal = self._id_of[name]
-            # vLLM 0.32 makes no output of requests that are aborted in an engine of the caller's process.
-            state = self.vllm.output_processor.request_states[internal]
-            output = state.make_request_output([], None, FinishReason.ABORT, None)
-            self.vllm.abort_request([internal], internal=True)
-            self._answer(name, output)
+        """End requests for tokens in the next step, with the tokens that they have."""
+        running = [name for name, request in self._requests.items() if can_be_interrupted(request.params)]
+        # `LLMEngine.abort_request` would forget them, and drop their tokens.
+        self.vllm.engine_core.abort_requests([self._id_of[name] for name in running])
 
     def fail(self, reason: str) -> None:
         """Fail all requests."""

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import multiprocessing
 import os
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -16,44 +16,10 @@ from vllm import AsyncEngineArgs
 from vllm import SamplingParams as VllmSamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
-from vllm.v1.metrics.loggers import StatLoggerBase
-from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
 from rl_core.errors import GeneratorError
 from rl_vllm.engine.engine import Engine, EnginePrompt, can_be_interrupted, failures, one_line
 from rl_vllm.engine.engine_output import EngineOutput, ends_of
-from rl_vllm.engine.speculation import DraftCounts
-
-
-class Load(StatLoggerBase):
-    """The newest load of an engine and its drafts, from the statistics that its scheduler sends.
-
-    Attributes:
-        newest: The newest load, as entries of `Generator.health`.
-        drafts: Counts of speculative decoding.
-    """
-
-    def __init__(self) -> None:
-        self.newest: dict[str, float] = {}
-        self.drafts = DraftCounts()
-
-    def record(
-        self, scheduler_stats: SchedulerStats | None, iteration_stats: IterationStats | None, *args: Any, **kwargs: Any
-    ) -> None:
-        """Note the statistics of a step."""
-        if iteration_stats is not None:
-            self.newest["num_preempted"] = self.newest.get("num_preempted", 0) + iteration_stats.num_preempted_reqs
-        if scheduler_stats is not None:
-            self.newest["num_running"] = scheduler_stats.num_running_reqs
-            waiting = scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs
-            self.newest["num_waiting"] = waiting
-            self.newest["kv_cache_usage"] = scheduler_stats.kv_cache_usage
-            if scheduler_stats.spec_decoding_stats is not None:
-                self.drafts.take(scheduler_stats.spec_decoding_stats)
-
-    def log_engine_initialized(self) -> None:
-        """Log nothing."""
-
 
 SHUTDOWN_S = 10.0
 LAST_WORDS_S = 10.0
@@ -63,49 +29,39 @@ LAST_WORDS_S = 10.0
 class ProcessEngine(Engine):
     """vLLM's asynchronous engine, whose ranks and scheduler are other processes. They end when this one does."""
 
-    def __init__(self, engine: AsyncLLM, roots: Sequence[BaseProcess], output: EngineOutput, load: Load) -> None:
-        super().__init__(engine, load.drafts)
+    def __init__(self, engine: AsyncLLM, roots: Sequence[BaseProcess], output: EngineOutput) -> None:
+        super().__init__(engine)
         above = [psutil.Process(root.pid) for root in roots]
         self._roots = roots
         self._processes = [process for root in above for process in (root, *root.children(recursive=True))]
         self._output = output
-        self._load = load
         self._cause: asyncio.Task[str] | None = None
         self._ids = itertools.count()
         self._generating: set[str] = set()
 
     @classmethod
-    async def start(cls, arguments: AsyncEngineArgs, *, reports_load: bool = False) -> ProcessEngine:
+    async def start(cls, arguments: AsyncEngineArgs) -> ProcessEngine:
         """Start the engine with its processes.
-
-        Args:
-            arguments: Arguments of vLLM.
-            reports_load: True if its scheduler sends statistics with every step, for `load` and for `speculation`.
 
         Raises:
             GeneratorError: With the engine's reason, if it does not come up.
         """
         others = set(multiprocessing.active_children())
-        output, load = EngineOutput(), Load()
-        loggers: list[Any] | None = [lambda config, engine_index=0: load] if reports_load else None
+        output = EngineOutput()
         try:
             with output.captured():
-                engine = AsyncLLM.from_engine_args(arguments, stat_loggers=loggers)
+                engine = AsyncLLM.from_engine_args(arguments)
         except Exception as error:
             cause = await asyncio.to_thread(output.cause, LAST_WORDS_S)
             raise GeneratorError(f"vLLM did not start: {cause or one_line(error)}") from error
         roots = [child for child in multiprocessing.active_children() if child not in others]
-        started = cls(engine, roots, output, load)
+        started = cls(engine, roots, output)
         try:
             await started.call("end_with_parent", os.getpid())
         except GeneratorError:
             await started.end()
             raise
         return started
-
-    @property
-    def load(self) -> Mapping[str, float]:
-        return self._load.newest
 
     async def run(self, prompt: EnginePrompt, params: VllmSamplingParams) -> Any:
         given = await asyncio.to_thread(prompt) if callable(prompt) else {"type": "token", **prompt}
@@ -122,7 +78,11 @@ class ProcessEngine(Engine):
         raise GeneratorError("the engine ended a request without an answer")
 
     async def interrupt(self) -> None:
-        await self.ask("abort", sorted(self._generating))
+        # `AsyncLLM.abort` would answer at once, without the tokens that the engine's process holds.
+        known = self.vllm.output_processor.external_req_ids
+        names = [internal for name in sorted(self._generating) for internal in known.get(name, ())]
+        async with self._failures():
+            await self.vllm.engine_core.abort_requests_async(names)
 
     async def ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
         async with self._failures():
