@@ -25,7 +25,7 @@ from rl_core.data.batch import Batch
 from rl_core.data.ragged import Ragged
 from rl_core.model_config import SequencePackingConfig
 
-SIZE = Size(256, 2, 4, 2, vocab=1024, inner=768)
+SIZE = Size(128, 2, 2, 1, vocab=512, inner=384)
 QUICK = Size(64, 2, 2, 1, vocab=256, inner=128, head_dim=32)
 MAX_DIFFERENCE = 1e-4
 """Of the losses of one step, relative."""
