@@ -129,7 +129,7 @@ def send_weights(
 
         on_all_ranks(mesh.control, meet)
         if exchanges_parts(manifest, transport):
-            failure = _exchange(end, senders[0], weights, transport, dtype, mesh)
+            _exchange(end, senders[0], weights, transport, dtype, mesh)
             on_all_ranks(mesh.control, finish)
             end.lanes.finish()
             return digests
@@ -154,14 +154,11 @@ def send_weights(
 
 def _exchange(
     end: SendingEnd, sender: Sender, weights: RankWeights, transport: Transport, dtype: str, mesh: RankMesh
-) -> BaseException | None:
+) -> None:
     """Bring together on every rank only the parts that its receiver keeps, and send them; collective.
 
     A rank whose receiver has failed still takes part, for the others would wait for its pieces. It leaves word in the
     store of all ranks, so that no other waits longer for a receiver that works together with the failed one.
-
-    Returns:
-        The failure of this rank, which is to be raised together with those of others.
     """
     holdings = weights.holdings(dtype)
     assert holdings is not None, "the manifest has it that ranks hold all tensors in parts"
@@ -196,4 +193,10 @@ def _exchange(
     if lanes is not None:
         share = 100 * exchange.num_bytes_sent / (exchange.num_bytes_planned or 1)
         _log.info("rank %d sent %.2f %% of the bytes of its messages to other ranks", mesh.rank, share)
-    return failure
+
+    def agree() -> None:
+        if failure is not None:
+            raise failure
+
+    # No receiver is told that all has arrived before every rank has what the others sent.
+    on_all_ranks(mesh.control, agree)
