@@ -195,3 +195,15 @@ def test_a_replica_on_cpu_imports_vllm_without_the_compiler() -> None:
 
 def test_a_replica_on_gpus_would_import_its_own_worker() -> None:
     assert "vllm.v1.worker.gpu_worker" in PLUGIN.preload_of(VllmConfig(), CUDA).modules
+
+
+def test_what_has_not_been_verified_in_several_engines_is_refused() -> None:
+    engines = VllmConfig(data_parallel_size=2, tensor_parallel_size=4)
+    assert engines.num_ranks == PLUGIN.ranks(engines) == 8
+    assert PLUGIN.follower == "rl_vllm.follower:VllmFollower"
+    model = ModelConfig(model_name="x", lora_cfg=LoraConfig(enabled=True))
+    for problem in (PLUGIN.adapter_problem(engines, model, CUDA), PLUGIN.routing_problem(engines, CUDA)):
+        assert "data_parallel_size=1" in problem
+    for name, section in {"speculation": {"method": "ngram"}, "quantization": {"method": "fp8_per_block"}}.items():
+        with pytest.raises(ValidationError, match=f"must be 1 with vllm_cfg.{name}"):
+            VllmConfig.model_validate({"data_parallel_size": 2, name: section})

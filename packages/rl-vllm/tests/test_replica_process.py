@@ -1,6 +1,6 @@
-"""A tensor-parallel replica in a process of its own, as a run places one.
+"""A tensor-parallel replica in processes of its own, as a run places one: on one node, and over two logical nodes.
 
-One engine for all tests: its front imports vLLM, and so does each of its processes.
+One engine of each kind for all tests: its front imports vLLM, and so does each of its processes.
 """
 
 from __future__ import annotations
@@ -8,18 +8,21 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import os
+import threading
 import traceback
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import psutil
 import pytest
 
 from rl_core.devices import CPU, REHEARSAL
+from rl_core.devices.device import hold_port
 from rl_core.errors import GeneratorError
 from rl_core.fork_server.server import import_all
 from rl_core.model_config import GenerationConfig
@@ -31,12 +34,15 @@ from rl_core.testing.torch.weight_sender import Fault, SenderProcess, manifest_o
 from rl_core.testing.weights import SYNC_TIMEOUT_S, _address, model_config, prompt
 from rl_core.weights import Transport
 from rl_vllm import PLUGIN, VllmConfig, VllmGenerator
+from rl_vllm.follower import VllmFollower
 
 # `test_generator` has an engine with tensor-parallel ranks that are sent weights
 pytestmark = exhaustive
 
 START_S = 600.0
-PLACEMENT = Placement("rehearsal", gpus=("4", "7"), shares_devices=True, awaits_weights=True)
+GPUS = ("4", "7")
+PLACEMENT = Placement("rehearsal", shares_devices=True, awaits_weights=True)
+BACKEND = VllmConfig(kv_cache_gib=0.25, tensor_parallel_size=2)
 REQUEST = GenerationRequest(prompt(5), SamplingParams(4), 0)
 
 
@@ -46,14 +52,18 @@ class Front:
 
     Args:
         pipe: Its end of the tests' connection.
+        num_nodes: Number of nodes of the replica.
         problem: Why it could not be forked with vLLM imported; empty if it could.
-        engine: Processes of its engine.
+        engine: Processes of its engine on its node.
+        followers: Processes on its other node.
     """
 
     process: BaseProcess
     pipe: Connection
+    num_nodes: int
     problem: str
     engine: list[psutil.Process]
+    followers: list[psutil.Process]
 
 
 @pytest.fixture(scope="module")
@@ -62,19 +72,26 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return first, second
 
 
-@pytest.fixture(scope="module")
-def front(folders: tuple[Path, Path]) -> Iterator[Front]:
+@pytest.fixture(scope="module", params=[1, 2], ids=["one node", "two nodes"])
+def front(request: pytest.FixtureRequest, folders: tuple[Path, Path]) -> Iterator[Front]:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(theirs, *folders))
-    process.start()
-    theirs.close()
-    try:
-        problem, engine = _received(ours), _received(ours)
-        yield Front(process, ours, problem, [psutil.Process(pid) for pid in engine])
-    finally:
-        process.kill()
-        process.join()
+    with hold_port() as held:
+        meeting = Place(*held.getsockname())
+        process = context.Process(target=_serve, args=(theirs, request.param, meeting, *folders))
+        process.start()
+        others = [context.Process(target=_follow, args=(meeting, folders[0]))] if request.param == 2 else []
+        for each in others:
+            each.start()
+        theirs.close()
+        try:
+            problem, engine = _received(ours), [psutil.Process(pid) for pid in _received(ours)]
+            followers = [child for each in others for child in psutil.Process(each.pid).children(recursive=True)]
+            yield Front(process, ours, request.param, problem, engine, followers)
+        finally:
+            for each in (process, *others):
+                each.kill()
+                each.join()
 
 
 def test_a_fork_server_can_import_what_a_replica_on_cpu_does(front: Front) -> None:
@@ -88,49 +105,96 @@ def test_it_takes_turns_in_a_rehearsal(front: Front) -> None:
     assert not failure, failure
 
 
+def test_zy_a_lost_rank_of_another_node_ends_the_replica(front: Front) -> None:
+    if front.num_nodes == 1:
+        pytest.skip("there is no other node")
+    (rank,) = [each for each in front.followers if "VLLM" in " ".join(each.cmdline())]
+    rank.kill()
+    front.pipe.send("fail")
+    failure = str(_received(front.pipe))
+    assert "the engine's process died: node 2 of 2 (127.0.0.1) of the replica: VllmWorker-1 was killed" in failure
+    _assert_ended(front.engine)
+
+
 def test_zz_no_engine_outlives_a_killed_process_in_front(front: Front) -> None:
     """Last: it leaves no engine behind."""
-    assert len(front.engine) >= 3
-    assert all(process.is_running() for process in front.engine)
+    if front.num_nodes == 1:
+        assert len(front.engine) >= 3
+        assert all(process.is_running() for process in front.engine)
+    else:
+        assert any(process.is_running() for process in front.followers)
     front.process.kill()
-    _, alive = psutil.wait_procs(front.engine, 60)
+    _assert_ended([*front.engine, *front.followers])
+
+
+def _assert_ended(processes: list[psutil.Process]) -> None:
+    _, alive = psutil.wait_procs(processes, 60)
     assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
 
 
-def _received(pipe: Connection) -> object:
+def _received(pipe: Connection) -> Any:
     assert pipe.poll(START_S), "the process in front of the engine does not answer"
     return pipe.recv()
 
 
-def _serve(pipe: Connection, first: Path, second: Path) -> None:
+class Place(NamedTuple):
+    """Where the nodes of a replica meet."""
+
+    address: str
+    port: int
+
+
+def _follow(meeting: Place, folder: Path) -> None:
+    _prepare()
+    placement = replace(PLACEMENT, gpus=GPUS[1:], node=1, num_nodes=2)
+    follower = VllmFollower(GenerationConfig(), BACKEND, model_config(folder), placement, meeting)
+    asyncio.run(follower.start())
+    threading.Event().wait()
+
+
+def _prepare() -> str:
+    preloaded = PLUGIN.preload_of(VllmConfig(), CPU)
+    os.environ.update(preloaded.variables, CUDA_VISIBLE_DEVICES="")
+    return import_all(preloaded.modules)
+
+
+def _serve(pipe: Connection, num_nodes: int, meeting: Place, first: Path, second: Path) -> None:
     try:
-        _hold_replica(pipe, first, second)
+        _hold_replica(pipe, num_nodes, meeting, first, second)
     except BaseException:  # noqa: BLE001  # printed at once: a process that ends waits for its engine first
         traceback.print_exc()
         os._exit(1)
 
 
-def _hold_replica(pipe: Connection, first: Path, second: Path) -> None:
-    preloaded = PLUGIN.preload_of(VllmConfig(), CPU)
-    os.environ.update(preloaded.variables, CUDA_VISIBLE_DEVICES="")
-    pipe.send(import_all(preloaded.modules))
+def _hold_replica(pipe: Connection, num_nodes: int, meeting: Place, first: Path, second: Path) -> None:
+    pipe.send(_prepare())
     # of the processes that send weights
     preload("rl_core.testing.torch.weight_sender")
-    backend = VllmConfig(kv_cache_gib=0.25, tensor_parallel_size=2)
-    generator = VllmGenerator(GenerationConfig(), backend, model_config(first), PLACEMENT)
+    placement = replace(PLACEMENT, gpus=GPUS[: 2 // num_nodes], num_nodes=num_nodes)
+    if num_nodes > 1:
+        placement = replace(placement, meeting=tuple(meeting))
+    generator = VllmGenerator(GenerationConfig(), BACKEND, model_config(first), placement)
     with asyncio.Runner() as runner:
         runner.run(generator.start())
         pipe.send([process.pid for process in generator._running()._processes])
-        while pipe.recv():
+        while act := pipe.recv():
             try:
-                runner.run(_take_turns(generator, first, second))
+                runner.run(_take_turns(generator, first, second) if act == "take turns" else _fail(generator))
                 pipe.send("")
             except Exception:  # noqa: BLE001  # becomes the failure of the test
                 pipe.send(traceback.format_exc())
 
 
+async def _fail(generator: VllmGenerator) -> None:
+    """Generate until the engine has noticed that it is dead, which raises."""
+    async with asyncio.timeout(60):
+        while True:
+            await generator.health()
+            await generator.generate(REQUEST)
+
+
 async def _take_turns(generator: VllmGenerator, first: Path, second: Path) -> None:
-    senders = [SenderProcess(REHEARSAL, (gpu,)) for gpu in PLACEMENT.gpus]
+    senders = [SenderProcess(REHEARSAL, (gpu,)) for gpu in GPUS]
 
     async def is_asleep() -> bool:
         return bool(await generator._running().ask("is_sleeping"))

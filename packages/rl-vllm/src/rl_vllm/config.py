@@ -74,8 +74,8 @@ MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
 _REASONS = {
     "the runtime places replicas and their ranks. Give generation more devices": """
         data_parallel_address data_parallel_backend data_parallel_external_lb data_parallel_hybrid_lb
-        data_parallel_multi_port_external_lb data_parallel_rank data_parallel_rpc_port data_parallel_size
-        data_parallel_size_local data_parallel_start_rank device_ids master_addr master_port nnodes node_rank""",
+        data_parallel_multi_port_external_lb data_parallel_rank data_parallel_rpc_port data_parallel_size_local
+        data_parallel_start_rank device_ids enable_elastic_ep master_addr master_port nnodes node_rank""",
     "`policy.generation.lora_sync` determines how the policy's adapters are applied": """
         enable_lora fully_sharded_loras lora_dtype lora_target_modules max_cpu_loras max_lora_rank max_loras""",
     "set `vllm_cfg.speculation`, which refuses what would be wrong": """
@@ -98,7 +98,8 @@ _REASONS = {
     "the generator keeps processed images itself": "mm_processor_cache_gb",
     "set `policy.vision.min_pixels` and `max_pixels`": "mm_processor_kwargs",
     "set `policy.model_name`": "model",
-    "a replica has tensor_parallel_size x pipeline_parallel_size ranks": "prefill_context_parallel_size",
+    "a replica has tensor_parallel_size x pipeline_parallel_size x data_parallel_size ranks": """
+        prefill_context_parallel_size""",
     "the generator counts drafts by them, and reports through `health`": "per_request_spec_decode_metrics",
     "every request carries its own seed": "seed",
     "the generator's scheduler holds tokens until a request ends": "scheduler_cls",
@@ -111,8 +112,8 @@ _REASONS = {
 }
 
 _SAME_KEYS = """
-    enforce_eager gpu_memory_utilization kv_cache_dtype max_model_len max_num_batched_tokens max_num_seqs
-    pipeline_parallel_size tensor_parallel_size"""
+    data_parallel_size enforce_eager gpu_memory_utilization kv_cache_dtype max_model_len max_num_batched_tokens
+    max_num_seqs pipeline_parallel_size tensor_parallel_size"""
 """Engine arguments that are keys of `vllm_cfg` by the same name."""
 
 OWNED_ARGUMENTS = {
@@ -195,6 +196,12 @@ class VllmConfig(EngineConfig):
     """Number of ranks that each layer is split over."""
     pipeline_parallel_size: Annotated[int, WhenChanged.RESUME] = Field(default=1, gt=0)
     """Number of ranks that the layers are distributed over."""
+    data_parallel_size: Annotated[int, WhenChanged.RESUME] = Field(default=1, gt=0)
+    """Number of engines of one replica of a mixture of experts. Each has a copy of the attention layers and a KV cache
+    for its own requests, and the experts of a layer are distributed over all ranks of all engines. It suits latent
+    attention, whose cache tensor parallelism would repeat on every rank. The later turns of a conversation, and
+    completions of the same prompt, go to the engine that has their keys and values, unless it has far more requests
+    than the others."""
     gpu_memory_utilization: Annotated[float | None, WhenChanged.RESUME] = Field(default=None, gt=0, le=1)
     """Fraction of a GPU's memory for weights, activations and the KV cache if `kv_cache_gib` is unset. If this is unset
     too, the memory that is free when the engine starts, except for a reserve: at most 0.85 on GPUs that the policy
@@ -246,6 +253,13 @@ class VllmConfig(EngineConfig):
         if self.own_process is False and self.num_ranks > 1:
             reason = f"must be true because each of the {self.num_ranks} ranks is a separate process"
             raise ProblemError(Problem("own_process", reason, got=False, remedy="Remove this key"))
+        if self.data_parallel_size > 1:
+            for name in ("speculation", "quantization"):
+                if getattr(self, name) is not None:
+                    reason = f"must be 1 with vllm_cfg.{name}, which has not been verified in several engines"
+                    remedy = f"Use tensor_parallel_size, or remove {name}"
+                    got = self.data_parallel_size
+                    raise ProblemError(Problem("data_parallel_size", reason, got=got, remedy=remedy))
         if self.speculation is None:
             return self
         on = f"vllm_cfg.speculation (method {self.speculation.method})"
@@ -286,4 +300,4 @@ class VllmConfig(EngineConfig):
     @property
     def num_ranks(self) -> int:
         """Processes of one replica."""
-        return self.tensor_parallel_size * self.pipeline_parallel_size
+        return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import wraps
+from functools import partial, wraps
 from itertools import islice
 from typing import Any
 
@@ -22,12 +23,13 @@ from rl_core.torch.transport import ReceivingEnd
 from rl_core.tracing.profiling import Profile, ProfileReport
 from rl_core.tracing.stacks import write_stacks_of_child
 from rl_core.weights import Manifest, WeightTarget
-from rl_vllm.engine.process_env import end_with, forget_cpu_groups, forget_semaphores
+from rl_vllm.engine.process_env import FRONT, end_with, forget_cpu_groups, forget_semaphores
 from rl_vllm.patches.bare_model import without_adapters
 from rl_vllm.patches.draft_files import keep_layers_of_heads, load_drafters_as_configured
-from rl_vllm.patches.expert_layers import complete_routing_on_cpu
+from rl_vllm.patches.expert_layers import complete_routing_on_cpu, leave_out_experts_of_other_ranks_on_cpu
 from rl_vllm.patches.numbers_of_videos import spell_no_numbers
 from rl_vllm.patches.per_layer_inputs import embed_tokens_for_each_layer
+from rl_vllm.patches.ranks_of_node import count_ranks_of_node_on_cpu
 from rl_vllm.patches.rotary_embeddings import flatten_heads_on_cpu
 from rl_vllm.patches.sampling_of_drafts import filter_no_logits, repeat_sampling_parameters_on_cpu
 from rl_vllm.patches.siglip_names import name_siglip_weights
@@ -39,8 +41,10 @@ from rl_vllm.weights.weight_receiver import AdapterReceiver, WeightReceiver
 # vLLM imports this module in every process of an engine, before it makes the model.
 flatten_heads_on_cpu()
 complete_routing_on_cpu()
+count_ranks_of_node_on_cpu()
 embed_tokens_for_each_layer()
 keep_layers_of_heads()
+leave_out_experts_of_other_ranks_on_cpu()
 load_drafters_as_configured()
 repeat_sampling_parameters_on_cpu()
 filter_no_logits()
@@ -122,7 +126,7 @@ def _reported(act: Callable[..., Any]) -> Callable[..., Report]:
             return {"error": str(error), "tensors": list(error.tensors)}
         except Exception as error:  # noqa: BLE001 - a rank that fails reports, or the other ranks would wait for it
             text = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
-            return {"error": f"engine rank {self.rank}: {text}", "tensors": []}
+            return {"error": f"engine rank {self.replica_rank}: {text}", "tensors": []}
 
     return reported
 
@@ -136,7 +140,6 @@ class EngineWorker:
 
     # These attributes belong to vLLM's worker.
     rank: int
-    local_rank: int
     device: torch.device
     vllm_config: Any
     model_runner: Any
@@ -149,13 +152,28 @@ class EngineWorker:
     _recording: Profile | None = None
     _uses_oracle = False
 
+    @property
+    def replica_rank(self) -> int:
+        """Number of this rank among the ranks of all engines of the replica."""
+        parallel = self.vllm_config.parallel_config
+        return int(parallel.data_parallel_rank * parallel.world_size + self.rank)
+
+    @property
+    def place_on_node(self) -> int:
+        """Number of this rank among the ranks of the replica on its node. vLLM's own counts one engine's on some
+        devices."""
+        parallel = self.vllm_config.parallel_config
+        engine = parallel.data_parallel_rank_local or 0
+        return int(engine * parallel.local_world_size + self.rank % parallel.local_world_size)
+
     @_reported
-    def end_with_parent(self, pid: int) -> None:
-        """End the engine's processes as soon as process `pid` ends, with nothing left in shared memory."""
+    def end_with_front(self) -> None:
+        """End the engine's processes on this node as soon as the process in front of them ends, with nothing left in
+        shared memory."""
         forget_semaphores()
         forget_cpu_groups()
-        write_stacks_of_child(f"engine-rank-{self.rank}")
-        end_with(pid)
+        write_stacks_of_child(f"engine-rank-{self.replica_rank}")
+        end_with(int(os.environ[FRONT]))
 
     @_reported
     def begin_receiving(self, pickled: bytes, scale: float, uses_oracle: bool = False) -> dict[str, Any]:
@@ -210,10 +228,17 @@ class EngineWorker:
         transport, device = pickle.loads(order)
         manifest = self._announced()
         target = self.target(manifest.target)
-        target.end = target.end or ReceivingEnd(device.at(self.local_rank))
+        target.end = target.end or ReceivingEnd(device.at(self.place_on_node))
         parts = {} if self._receiver is None else self._receiver.parts
-        transfer = target.end.transfer(manifest, transport, first_rank + self.rank, parts)
+        transfer = target.end.transfer(manifest, transport, first_rank + self.replica_rank, parts)
         with target.apart(), transfer as tensors:
+            receiver = self._receiver
+            if receiver is not None and receiver.loads_parts and not manifest.num_factors:
+                receiver.load_parts(
+                    ((slot.spec.name, partial(bucket.read, slot)) for slot in bucket.slots)
+                    for bucket in tensors.by_bucket()
+                )
+                return tensors.digest
             arriving = iter(tensors)
             if self._receiver is not None:
                 self._receiver.load(islice(arriving, len(manifest.tensors) - manifest.num_factors))
@@ -249,7 +274,7 @@ class EngineWorker:
             num_ranks: Number of ranks of the engine.
         """
         self._recording = self._recording or Profile()
-        report = self._recording.start(pickle.loads(order).of_rank(self.rank, num_ranks))
+        report = self._recording.start(pickle.loads(order).of_rank(self.replica_rank, num_ranks))
         return {"value": (list(report.files), list(report.problems))}
 
     def stop_recording(self) -> Report:

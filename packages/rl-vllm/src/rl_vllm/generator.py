@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import pickle
@@ -51,7 +52,8 @@ class VllmGenerator:
         config: Neutral settings of generation.
         backend: Settings of vLLM.
         model: Model to load.
-        placement: Device, GPUs and threads of this replica, whose ranks share a node.
+        placement: Device, GPUs and threads of this replica's ranks on its first node. On other nodes there is a
+            `rl_vllm.follower.VllmFollower` for the ranks.
     """
 
     worker_extension = "rl_vllm.engine_worker.EngineWorker"
@@ -106,6 +108,11 @@ class VllmGenerator:
                 raise GeneratorError("; ".join(f"vllm_cfg.{problem}" for problem in problems))
         # vLLM changes classes of transformers that it runs itself, so the files are read before.
         loaded = self._loaded_files(with_policy=not starts_empty(backend, placement))
+        further = None
+        if placement.meeting is not None:
+            from rl_vllm.engine.nodes import FurtherNodes
+
+            further = await asyncio.to_thread(FurtherNodes.accept, placement.meeting, placement.num_nodes)
         arguments = engine_arguments(
             backend,
             self._model,
@@ -115,11 +122,12 @@ class VllmGenerator:
             extension=self.worker_extension,
             memory_share=memory_share(backend, self._model, placement),
             applies_adapters=self._applies_adapters,
+            ports=None if further is None else further.ports,
         )
         if own_process:
             from rl_vllm.engine.process_engine import ProcessEngine
 
-            self._engine = await ProcessEngine.start(arguments)
+            self._engine = await ProcessEngine.start(arguments, further)
         else:
             from rl_vllm.engine.local_engine import LocalEngine
 
@@ -145,6 +153,11 @@ class VllmGenerator:
         for consequence, problem in found.items():
             if problem:
                 raise GeneratorError(f"{consequence}: {problem}")
+        if self._placement.num_engines > 1 and self._placement.num_nodes > 1:
+            raise GeneratorError(
+                "a replica with opponents or judges has several engines, which must be on one node: lower the parallel "
+                "sizes of policy.generation.vllm_cfg, or increase the number of GPUs per node"
+            )
         # Engines in threads of one process would share vLLM's global state.
         if self._placement.num_engines > 1 and backend.own_process is False:
             raise GeneratorError(
@@ -318,8 +331,9 @@ class VllmGenerator:
                     "ignored_layers, or vLLM does not quantise this family's layers. Remove vllm_cfg.quantization"
                 )
             if squares:
-                # Tensor-parallel ranks have parts of the same layers.
-                num_matrices = num_layers // self._backend.tensor_parallel_size
+                # Tensor-parallel ranks have parts of the same layers, and parallel engines copies.
+                backend = self._backend
+                num_matrices = num_layers // (backend.tensor_parallel_size * backend.data_parallel_size)
                 self._quantisation_noise = quantisation_noise((sum(squares) / num_layers) ** 0.5, num_matrices)
         stale = await self._on_every_rank("check_received")
         names = tuple(dict.fromkeys(name for found in stale for name in found))

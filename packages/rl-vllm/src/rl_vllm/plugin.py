@@ -8,7 +8,7 @@ from typing import Any
 
 from rl_core.config import Problem
 from rl_core.devices import Device
-from rl_core.facts.hf_config import num_positions, switches_at
+from rl_core.facts.hf_config import NUM_EXPERTS, num_positions, switches_at
 from rl_core.facts.vllm_readings import scales_read_otherwise
 from rl_core.model_config import ModelConfig, local_family, local_hf_config
 from rl_core.plugins import BackendPlugin, Preload, Requirement
@@ -62,6 +62,10 @@ def _architecture(section: Any, config: RunConfig) -> Iterable[Problem]:
     if heads and heads % size:
         reason = f"does not divide the model's {heads} attention heads"
         yield Problem(f"{KEY}.tensor_parallel_size", reason, got=size, remedy="Set it to a divisor")
+    count = section.generation.vllm_cfg.data_parallel_size
+    if count > 1 and fields and not any(fields.get(name) for name in NUM_EXPERTS):
+        reason = "is for mixtures of experts, and the model has none: engines of a dense model are separate replicas"
+        yield Problem(f"{KEY}.data_parallel_size", reason, got=count, remedy="Remove this key")
 
 
 def _sampling(section: Any, config: RunConfig) -> Iterable[Problem]:
@@ -156,6 +160,8 @@ def image_problem(config: VllmConfig, model: ModelConfig, device: Device) -> str
         )
     if config.speculation is not None:
         return f"speculative decoding has not been verified with images. Remove {KEY}.speculation"
+    if config.data_parallel_size > 1:
+        return f"images have not been verified in several engines. Set {KEY}.data_parallel_size=1"
     if config.quantization is not None:
         return f"weights in 8 bits have not been verified with images. Remove {KEY}.quantization"
     return ""
@@ -174,6 +180,8 @@ def routing_problem(config: VllmConfig, device: Device) -> str:
             "vLLM has not been verified to leave out the routing of drafts that were not accepted. Remove "
             f"{KEY}.speculation"
         )
+    if config.data_parallel_size > 1:
+        return f"routing has not been verified in several engines. Set {KEY}.data_parallel_size=1"
     if config.pipeline_parallel_size > 1:
         return f"only the last of several pipeline ranks reports. Set {KEY}.pipeline_parallel_size=1"
     return ""
@@ -182,6 +190,11 @@ def routing_problem(config: VllmConfig, device: Device) -> str:
 def adapter_problem(config: VllmConfig, model: ModelConfig, device: Device) -> str:
     """Return why the engine cannot apply the adapters of this model itself; empty if it can."""
     lora = model.lora_cfg
+    if config.data_parallel_size > 1:
+        return (
+            "adapters that vLLM applies have not been verified in several engines. Set lora_sync=merged, or "
+            f"{KEY}.data_parallel_size=1"
+        )
     if config.speculation is not None:
         return (
             "speculative decoding has not been verified with adapters that vLLM applies. Set lora_sync=merged, or "
@@ -235,10 +248,6 @@ def _draft_head(config: VllmConfig) -> str | None:
     return speculation.model if speculation is not None and speculation.drafts_with_head else None
 
 
-PLUGIN = BackendPlugin(
-    name="vllm",
-    key="vllm_cfg",
-    config=VllmConfig,
 def _exact_problem(config: VllmConfig, model: ModelConfig, device: Device) -> str:
     """Return why vLLM does not compute the trainer's bits."""
     if not device.runs_on_gpus:
@@ -249,19 +258,24 @@ def _exact_problem(config: VllmConfig, model: ModelConfig, device: Device) -> st
     )
 
 
+PLUGIN = BackendPlugin(
+    name="vllm",
+    key="vllm_cfg",
+    config=VllmConfig,
     worker="rl_vllm.generator:VllmGenerator",
+    follower="rl_vllm.follower:VllmFollower",
     requirement=Requirement("rl-vllm", {"cpu": ("cpu",), "cuda": ("cuda",)}, imports=("vllm",)),
     ranks=lambda config: config.num_ranks,
     preload=_preload,
     checks=(_lengths, _architecture, _sampling, _quantization),
     routing_problem=routing_problem,
     adapter_problem=adapter_problem,
+    exact_problem=_exact_problem,
     keeps_cache=True,
     images=Requirement("rl-vllm", imports=("PIL", "torchvision")),  # They come with vLLM.
     image_problem=image_problem,
     draft_model=_draft_model,
     draft_head=_draft_head,
-    exact_problem=_exact_problem,
     preflight="rl_vllm.preflight:problems",
 )
 """The generator, found by the entry point `rl.generators:vllm`."""

@@ -12,6 +12,9 @@ import torch
 from spoilable_generator import SpoilableGenerator
 from torch import nn
 from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
+from vllm._custom_ops import cpu_prepack_moe_weight
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
@@ -21,8 +24,10 @@ from rl_core.testing.exhaustive import exhaustive
 from rl_core.testing.torch.reference_model import EOS_TOKEN_ID, VOCAB_SIZE, write_reference_model
 from rl_core.testing.torch.weight_sender import SenderProcess
 from rl_core.testing.weights import Bench, model_config, prompt
-from rl_vllm import VllmConfig
+from rl_vllm import EngineWorker, VllmConfig
 from rl_vllm.patches.expert_layers import packs_experts
+
+assert EngineWorker, "its module applies the corrections"
 
 
 def layer_with(backend: UnquantizedMoeBackend) -> nn.Module:
@@ -65,6 +70,39 @@ def test_vllms_method_packs_only_when_it_makes_the_kernel() -> None:
     assert packed == [layer]
     method._setup_kernel(layer, layer.w13_weight, layer.w2_weight)
     assert packed == [layer]
+
+
+def test_results_of_ranks_with_their_own_experts_add_up() -> None:
+    random = torch.Generator().manual_seed(0)
+    gate_up, down = (0.1 * torch.randn(size, generator=random) for size in ((8, 128, 64), (8, 64, 64)))
+    hidden = torch.randn(5, 64, generator=random)
+    weights, ids = torch.randn(5, 8, generator=random).softmax(-1).topk(3)
+
+    def computed(own: range, *, is_split: bool) -> torch.Tensor:
+        experts = SimpleNamespace(_use_zentorch=False, isa="vec", w1_bias=None, w2_bias=None)
+        places = torch.full((8,), -1, dtype=torch.int32)
+        places[own.start : own.stop] = torch.arange(len(own), dtype=torch.int32)
+        output = torch.empty(5, 64)
+        others = dict.fromkeys(("a1q_scale", "a2_scale", "workspace13", "workspace2", "expert_tokens_meta"))
+        CPUUnquantizedExperts.apply(
+            experts,
+            output=output,
+            hidden_states=hidden,
+            w1=cpu_prepack_moe_weight(gate_up[own.start : own.stop].contiguous(), "vec"),
+            w2=cpu_prepack_moe_weight(down[own.start : own.stop].contiguous(), "vec"),
+            topk_weights=weights,
+            topk_ids=ids.int(),
+            activation=MoEActivation.SILU,
+            global_num_experts=8,
+            expert_map=places if is_split else None,
+            apply_router_weight_on_input=False,
+            **others,
+        )
+        return output
+
+    whole = computed(range(8), is_split=False)
+    parts = [computed(own, is_split=True) for own in (range(3), range(3, 8))]
+    torch.testing.assert_close(parts[0] + parts[1], whole, atol=1e-5, rtol=1e-4)
 
 
 def write_mixture(folder: Path, seed: int, expert_size: int) -> Path:

@@ -29,6 +29,7 @@ from rl_core.torch.training.lora import is_adapted
 from rl_vllm.config import MAX_TEMPERATURE, MIN_TEMPERATURE, VllmConfig
 from rl_vllm.engine.holding_scheduler import HoldingScheduler
 from rl_vllm.engine.memory import GIB, MAX_SHARE
+from rl_vllm.engine.nodes import NodePorts
 from rl_vllm.engine.speculation import speculative_config
 from rl_vllm.patches.continued_text import NUM_SAMPLED
 from rl_vllm.patches.model_inspection import inspect_in_this_process
@@ -92,8 +93,11 @@ def engine_arguments(
     extension: str,
     memory_share: float = MAX_SHARE,
     applies_adapters: bool = False,
+    ports: NodePorts | None = None,
 ) -> AsyncEngineArgs:
     """Return the arguments that vLLM is started with.
+
+    `ports` are the ports of the first node, for a replica over several.
 
     Nothing here chooses a model runner: both of vLLM 0.32's keep what training relies on. A draw depends on its
     request's seed and position, not on the batch (V2 hashes them with the token, V1 has a generator per request);
@@ -137,6 +141,16 @@ def engine_arguments(
         # Graphs go to host memory with the weights, and communicators give back their buffers. Both are restored at the
         # same addresses. Without this a sleeping engine keeps 1.5 to 7 GB.
         further |= {"sleep_mode_offload_cudagraph": True, "enable_nccl_comm_suspend": backend.num_ranks > 1}
+    if backend.data_parallel_size > 1:
+        further |= {"data_parallel_size": backend.data_parallel_size, "enable_expert_parallel": True}
+    if backend.num_ranks > 1:
+        # In a placement group of Ray vLLM would choose Ray.
+        further["distributed_executor_backend"] = "mp"
+    if ports is not None:
+        assert placement.meeting is not None, "nodes of a replica meet"
+        further |= {"nnodes": placement.num_nodes, "node_rank": placement.node}
+        further |= {"master_addr": placement.meeting[0], "master_port": ports.ranks}
+        further["data_parallel_rpc_port"] = ports.engines
     drafter = (drafting or {}).get("model", "")
     as_sent = AsSent(changed, drafter, with_images=model.vision.enabled)
     return AsyncEngineArgs(

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import multiprocessing
-import os
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager, suppress
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -20,6 +19,8 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from rl_core.errors import GeneratorError
 from rl_vllm.engine.engine import Engine, EnginePrompt, can_be_interrupted, failures, one_line
 from rl_vllm.engine.engine_output import EngineOutput, ends_of
+from rl_vllm.engine.nodes import FurtherNodes
+from rl_vllm.engine.parallel_engines import ParallelEngines
 
 SHUTDOWN_S = 10.0
 LAST_WORDS_S = 10.0
@@ -29,8 +30,13 @@ LAST_WORDS_S = 10.0
 class ProcessEngine(Engine):
     """vLLM's asynchronous engine, whose ranks and scheduler are other processes. They end when this one does."""
 
-    def __init__(self, engine: AsyncLLM, roots: Sequence[BaseProcess], output: EngineOutput) -> None:
+    def __init__(
+        self, engine: AsyncLLM, roots: Sequence[BaseProcess], output: EngineOutput, further: FurtherNodes | None = None
+    ) -> None:
         super().__init__(engine)
+        self._further = further
+        count = engine.vllm_config.parallel_config.data_parallel_size
+        self._engines = ParallelEngines(count) if count > 1 else None
         above = [psutil.Process(root.pid) for root in roots]
         self._roots = roots
         self._processes = [process for root in above for process in (root, *root.children(recursive=True))]
@@ -40,8 +46,12 @@ class ProcessEngine(Engine):
         self._generating: set[str] = set()
 
     @classmethod
-    async def start(cls, arguments: AsyncEngineArgs) -> ProcessEngine:
+    async def start(cls, arguments: AsyncEngineArgs, further: FurtherNodes | None = None) -> ProcessEngine:
         """Start the engine with its processes.
+
+        Args:
+            arguments: Arguments of vLLM.
+            further: The other nodes of the replica, with which it ends; None for a replica on one node.
 
         Raises:
             GeneratorError: With the engine's reason, if it does not come up.
@@ -50,14 +60,21 @@ class ProcessEngine(Engine):
         output = EngineOutput()
         try:
             with output.captured():
+                if further is not None:
+                    before = set(psutil.Process().children())
+                    # Ranks would wait for the lost ones, so that the engine would hang.
+                    further.watch(lambda: _kill(set(psutil.Process().children()) - before))
                 engine = AsyncLLM.from_engine_args(arguments)
         except Exception as error:
-            cause = await asyncio.to_thread(output.cause, LAST_WORDS_S)
+            cause = "" if further is None else further.failure
+            cause = cause or await asyncio.to_thread(output.cause, LAST_WORDS_S)
+            if further is not None:
+                further.close()
             raise GeneratorError(f"vLLM did not start: {cause or one_line(error)}") from error
         roots = [child for child in multiprocessing.active_children() if child not in others]
-        started = cls(engine, roots, output)
+        started = cls(engine, roots, output, further)
         try:
-            await started.call("end_with_parent", os.getpid())
+            await started.call("end_with_front")
         except GeneratorError:
             await started.end()
             raise
@@ -70,11 +87,15 @@ class ProcessEngine(Engine):
             self._generating.add(name)
         try:
             async with self._failures():
-                async for output in self.vllm.generate(given, params, name, lora_request=self.adapter):
+                place = None if self._engines is None else self._engines.choose(name, given["prompt_token_ids"])
+                options = {"lora_request": self.adapter, "data_parallel_rank": place}
+                async for output in self.vllm.generate(given, params, name, **options):
                     if output.finished:
                         return output
         finally:
             self._generating.discard(name)
+            if self._engines is not None:
+                self._engines.leave(name)
         raise GeneratorError("the engine ended a request without an answer")
 
     async def interrupt(self) -> None:
@@ -88,6 +109,19 @@ class ProcessEngine(Engine):
         async with self._failures():
             return await getattr(self.vllm, method)(*args, **kwargs)
 
+    async def call(self, method: str, *args: Any) -> list[Any]:
+        if self._engines is None:
+            return await super().call(method, *args)
+        # `AsyncLLM.collective_rpc` returns the answers of the first of several engines only.
+        async with self._failures():
+            answers = await self.vllm.engine_core.call_utility_all_async("collective_rpc", method, None, args, {})
+        return [answer for engine in answers for answer in engine]
+
+    async def forget_prefixes(self) -> None:
+        await super().forget_prefixes()
+        if self._engines is not None:
+            self._engines.forget()
+
     async def check(self) -> None:
         await self.ask("check_health")
 
@@ -97,6 +131,8 @@ class ProcessEngine(Engine):
         for process in alive:
             process.kill()
         await asyncio.to_thread(psutil.wait_procs, alive, SHUTDOWN_S)
+        if self._further is not None:
+            self._further.close()
 
     @asynccontextmanager
     async def _failures(self) -> AsyncIterator[None]:
@@ -110,5 +146,14 @@ class ProcessEngine(Engine):
             if self._cause is None:
                 self._cause = asyncio.create_task(asyncio.to_thread(self._output.cause, LAST_WORDS_S))
             # It is shielded, because other requests wait for it when one is cancelled.
-            cause = await asyncio.shield(self._cause) or ends_of(self._roots) or "its processes reported no cause"
-            raise GeneratorError(f"{error}: {cause}") from error.__cause__
+            cause = "" if self._further is None else self._further.failure
+            cause = cause or await asyncio.shield(self._cause) or ends_of(self._roots)
+            raise GeneratorError(f"{error}: {cause or 'its processes reported no cause'}") from error.__cause__
+
+
+def _kill(processes: Iterable[psutil.Process]) -> None:
+    """Kill processes with their children."""
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            for each in (*process.children(recursive=True), process):
+                each.kill()

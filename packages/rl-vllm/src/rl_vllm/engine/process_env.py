@@ -68,7 +68,7 @@ def apply(
     quantises: bool = False,
 ) -> None:
     """Set the environment of this process and of the engine's, before vLLM is imported."""
-    environ.update(variables(placement))
+    environ.update(variables(placement), **{FRONT: str(os.getpid())})
     # One rank on CPU runs inside the engine's process; in a separate one vLLM would halve the throughput.
     together = not own_process or (not placement.kind.runs_on_gpus and num_ranks == 1)
     environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if together else "1"
@@ -102,6 +102,9 @@ def bytecode_folder(environ: Mapping[str, str]) -> Path | None:
     cache = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return cache / "rl-vllm" / "bytecode"
 
+
+FRONT = "RL_VLLM_FRONT"
+"""Environment variable of an engine's processes: the process on their node that they end with."""
 
 CPU_GROUPS = "/dev/shm/vllm_dist_"
 """Beginning of the names of the files that tensor-parallel ranks on CPU reduce through."""

@@ -1,4 +1,4 @@
-"""Layers of experts on CPU. vLLM 0.32.0 has two faults in them.
+"""Layers of experts on CPU. vLLM 0.32.0 has three faults in them.
 
 Expert layers compute with a packed copy of their weights, also after a reload:
 
@@ -19,6 +19,14 @@ The router leaves out some choices of experts:
 - Upstream: no upstream issue found on 2026-11-26. https://github.com/vllm-project/vllm/pull/31246 (merged) added
   sigmoids and biases for GPUs.
 - Delete when `tests/patches/test_expert_routing.py::test_vllms_router_on_cpu_leaves_out_sigmoids_and_biases` fails.
+
+Experts over several ranks are not told apart:
+
+- Fault: the kernel on CPU takes the number of an expert for its place among the experts of this rank. It ignores the
+  map between them, so a rank computes with other experts, or reads past its weights.
+- vLLM 0.32.0, `vllm/model_executor/layers/fused_moe/experts/cpu_moe.py` (`CPUUnquantizedExperts.apply`).
+- Upstream: no upstream issue looked for.
+- Delete when vLLM's own `apply` reads `expert_map`.
 """
 
 from __future__ import annotations
@@ -26,9 +34,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import wraps
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter, _grouped_topk
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
@@ -67,6 +77,24 @@ def complete_routing_on_cpu() -> None:
         )
 
     CPURouter._compute_routing = compute_routing
+
+
+def leave_out_experts_of_other_ranks_on_cpu() -> None:
+    """Make vLLM's layers of experts on CPU compute the experts of their rank only, by `expert_map`. The results of the
+    other experts come from their ranks, and are added."""
+    apply = CPUUnquantizedExperts.apply
+
+    @wraps(apply)
+    def apply_own(
+        self: CPUUnquantizedExperts, *, topk_weights: Tensor, topk_ids: Tensor, expert_map: Tensor | None, **others: Any
+    ) -> None:
+        if expert_map is not None:
+            places = expert_map[topk_ids.long()]
+            topk_weights = topk_weights.masked_fill(places < 0, 0)
+            topk_ids = places.clamp(min=0).to(topk_ids.dtype)
+        apply(self, topk_weights=topk_weights, topk_ids=topk_ids, expert_map=expert_map, **others)
+
+    CPUUnquantizedExperts.apply = apply_own
 
 
 @contextmanager
