@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,16 +11,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Gemma2Config, GptOssConfig, LlamaConfig, PreTrainedConfig, Qwen2Config
 
 from rl_core.data.batch import TOKENS, Batch
 from rl_core.data.ragged import Ragged
 from rl_core.errors import ConfigError
 from rl_core.model import LOGPROBS, ModelSpec
-from rl_core.model_config import GenerationConfig, ModelConfig, SequencePackingConfig
+from rl_core.model_config import GenerationConfig, ModelConfig, OptimizerConfig, SequencePackingConfig
 from rl_core.rollouts.generation import GenerationRequest, Placement, SamplingParams
+from rl_core.rollouts.rollout import Completion
+from rl_core.selfcheck.losses import TokenLoss
 from rl_core.selfcheck.pooled_model import PooledModel
 from rl_core.selfcheck.rank_pool import RankPool
+from rl_core.testing.model_worker import make_batch
 from rl_core.token_filter import TokenFilter
 from rl_core.torch.kernels.exact import exact_rows
 from rl_dtensor.generation.generator import HFGenerator
@@ -69,32 +73,53 @@ def config_of(folder: Path, **changes: Any) -> ModelConfig:
     return ModelConfig(model_name=str(folder), **settings)
 
 
-def rollouts(folder: Path, sampling: SamplingParams = NEAR, *, exact: bool = True) -> tuple[Batch, np.ndarray]:
-    """Return rows of prompts with completions of different lengths, and the generator's logprobs; NaN for prompts."""
-    draws = np.random.default_rng(0)
-    prompts = [draws.integers(3, 120, length).astype(np.int32) for length in LENGTHS]
-    prompts[3:5] = [prompts[2]] * 2
-    limits = [sampling.max_new_tokens - 3 * index for index in range(len(prompts))]
-    requests = [
-        GenerationRequest(tokens, replace(sampling, max_new_tokens=limit), seed)
-        for seed, (tokens, limit) in enumerate(zip(prompts, limits, strict=True))
-    ]
+class Sampler:
+    """A generator on its own event loop."""
 
-    async def run() -> Sequence[Any]:
+    def __init__(self, folder: Path, *, exact: bool = True) -> None:
         generation = GenerationConfig(backend="hf", exact=exact)
         backend = HFConfig(max_batch_size=4, max_prefill_tokens=64)  # Rows join and leave others.
-        generator = HFGenerator(generation, backend, config_of(folder), Placement("cpu"))
-        await generator.start()
-        try:
-            return await asyncio.gather(*[generator.generate(request) for request in requests])
-        finally:
-            await generator.close()
+        self.generator = HFGenerator(generation, backend, config_of(folder), Placement("cpu"))
+        self.runner = asyncio.Runner()
 
-    completions = asyncio.run(run())
-    pairs = list(zip(prompts, completions, strict=True))
-    tokens = [np.concatenate([given, made.token_ids]) for given, made in pairs]
-    logprobs = [np.concatenate([np.full(len(given), np.nan), made.logprobs]) for given, made in pairs]
-    return (Batch({TOKENS: Ragged.from_rows(tokens, np.int32)}), np.concatenate(logprobs).astype(np.float32))
+    def __enter__(self) -> Sampler:
+        self.runner.run(self.generator.start())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.runner.run(self.generator.close())
+        self.runner.close()
+
+    def rollouts(self, sampling: SamplingParams = NEAR) -> tuple[Batch, np.ndarray]:
+        """Return rows of prompts with completions of different lengths, and the logprobs; NaN for prompts."""
+        draws = np.random.default_rng(0)
+        prompts = [draws.integers(3, 120, length).astype(np.int32) for length in LENGTHS]
+        prompts[3:5] = [prompts[2]] * 2
+        limits = [sampling.max_new_tokens - 3 * index for index in range(len(prompts))]
+        requests = [
+            GenerationRequest(tokens, replace(sampling, max_new_tokens=limit), seed)
+            for seed, (tokens, limit) in enumerate(zip(prompts, limits, strict=True))
+        ]
+
+        async def sample() -> Sequence[Completion]:
+            return await asyncio.gather(*[self.generator.generate(request) for request in requests])
+
+        pairs = list(zip(prompts, self.runner.run(sample()), strict=True))
+        tokens = [np.concatenate([given, made.token_ids]) for given, made in pairs]
+        logprobs = [np.concatenate([np.full(len(given), np.nan), made.logprobs]) for given, made in pairs]
+        return Batch({TOKENS: Ragged.from_rows(tokens, np.int32)}), np.concatenate(logprobs).astype(np.float32)
+
+    def adopt(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Overwrite the weights, as a weight sync does."""
+        held = self.generator._engine.model.module.state_dict()
+        with torch.no_grad():
+            for name, tensor in weights.items():
+                held[name].copy_(tensor)
+
+
+def rollouts(folder: Path, sampling: SamplingParams = NEAR, *, exact: bool = True) -> tuple[Batch, np.ndarray]:
+    with Sampler(folder, exact=exact) as sampler:
+        return sampler.rollouts(sampling)
 
 
 def largest_difference(
@@ -166,21 +191,42 @@ def test_temperatures_and_filters_are_exact(
 
 def test_scores_of_given_rows_are_exact(ranks: RankPool, tmp_path: Path) -> None:
     folder = write(tmp_path, FAMILIES["gemma2"])
-    config = config_of(folder)
-
-    async def scored(tokens: np.ndarray) -> np.ndarray:
-        generation = GenerationConfig(backend="hf", exact=True)
-        generator = HFGenerator(generation, HFConfig(), config, Placement("cpu"))
-        await generator.start()
-        try:
-            return await generator.score(tokens)
-        finally:
-            await generator.close()
-
     tokens = np.random.default_rng(1).integers(3, 120, 90).astype(np.int32)
-    found = np.concatenate([[np.nan], asyncio.run(scored(tokens))[1:]])
+    with Sampler(folder) as sampler:
+        found = np.concatenate([[np.nan], sampler.runner.run(sampler.generator.score(tokens))[1:]])
     rolled = Batch({TOKENS: Ragged.from_rows([tokens], np.int32)}), found.astype(np.float32)
     assert largest_difference(ranks, folder, rolled) == 0
+
+
+@pytest.mark.parametrize("mesh", ["fsdp2", "tp2 sp"])
+def test_updates_keep_them_equal(ranks: RankPool, tmp_path: Path, mesh: str) -> None:
+    assert differences_over_updates(ranks, tmp_path, *MESHES[mesh], updates=3) == [0.0] * 3
+
+
+def differences_over_updates(
+    ranks: RankPool, folder: Path, num_ranks: int, settings: Mapping[str, Any], *, updates: int
+) -> list[float]:
+    """Sample, read and train, with the new weights in the generator after each update; return what differed."""
+    found = []
+    write(folder, FAMILIES["qwen2"])
+    optimizer = OptimizerConfig(name="torch.optim.AdamW", kwargs={"lr": 1e-3})
+    config, spec = config_of(folder, optimizer=optimizer, **PACKED), ModelSpec(exact=True)
+    with (
+        Sampler(folder) as sampler,
+        PooledModel(ranks, "dtensor_factories:build", config, spec, num_ranks, **settings) as model,
+    ):
+        before = {name: tensor.clone() for name, tensor in sampler.generator._engine.model.module.state_dict().items()}
+        for number in range(updates):
+            batch, generated = sampler.rollouts()
+            read = model.infer(batch, [LOGPROBS]).ragged("logprobs")
+            found.append(float(np.nanmax(np.abs(read.values - generated))))
+            columns = make_batch(tuple(batch.ragged(TOKENS).lengths), seed=number)
+            model.train_step(columns.with_columns({TOKENS: batch.ragged(TOKENS)}), TokenLoss())
+            model.export(str(folder / f"update{number}"))
+            weights = load_file(folder / f"update{number}" / "model.safetensors")
+            sampler.adopt(weights)
+        assert any(not torch.equal(before[name], tensor) for name, tensor in weights.items())
+    return found
 
 
 @pytest.mark.parametrize(
