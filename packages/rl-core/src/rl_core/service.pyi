@@ -126,7 +126,6 @@ from rl_core.environments.trial import Verdict as Verdict
 from rl_core.environments.trial import answer_forms as answer_forms
 from rl_core.environments.trial import attempts_on as attempts_on
 from rl_core.environments.trial import try_out as try_out
-from rl_core.errors import LogprobsDiffer as LogprobsDiffer
 from rl_core.errors import MISSING_FILE as MISSING_FILE
 from rl_core.errors import NOT_GIVEN as NOT_GIVEN
 from rl_core.errors import CallbackFailed as CallbackFailed
@@ -139,6 +138,7 @@ from rl_core.errors import EnvironmentFailed as EnvironmentFailed
 from rl_core.errors import FailureOrigin as FailureOrigin
 from rl_core.errors import GeneratorError as GeneratorError
 from rl_core.errors import InfrastructureFailed as InfrastructureFailed
+from rl_core.errors import LogprobsDiffer as LogprobsDiffer
 from rl_core.errors import RequestRefused as RequestRefused
 from rl_core.errors import RLError as RLError
 from rl_core.errors import RolloutsFailed as RolloutsFailed

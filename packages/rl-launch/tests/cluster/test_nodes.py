@@ -106,9 +106,9 @@ def test_replicas_begin_with_those_that_fit_and_others_are_placed_once_there_is_
 
 
 def test_a_replica_over_nodes_has_devices_of_each_and_waits_for_all_of_them(pair):
-    with cluster_of(num_nodes=2) as cluster:
-        with pytest.raises(PlacementError, match=r"request 4 x 2 GPU, 2 CPU, each on one node, but .* room for 2 of 4"):
-            cluster.reserve_replicas(2, 2, least=2, num_nodes=2)
+    asked = r"request 4 x 2 GPU, 2 CPU, each on one node, but .* room for 2 of 4"
+    with cluster_of(num_nodes=2) as cluster, pytest.raises(PlacementError, match=asked):
+        cluster.reserve_replicas(2, 2, least=2, num_nodes=2)
     with cluster_of(num_nodes=2) as cluster:
         (bundles,) = cluster.reserve_replicas(1, 2, least=1, num_nodes=2)
         assert {bundle.node for bundle in bundles} == {node.node_id for node in pair}
