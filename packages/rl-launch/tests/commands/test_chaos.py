@@ -7,15 +7,19 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import psutil
 import pytest
 from typer.testing import CliRunner
 
 from rl_core.errors import ConfigError
+from rl_core.testing.exhaustive import exhaustive
 from rl_launch.cli import app
 from rl_launch.commands.chaos import FAULTS, FILE, RunProcess, Schedule, candidates, chaos, seconds_of
+from rl_launch.session.directory.exactly_once import prove
 from rl_launch.session.directory.lock import DirectoryLock
+from rl_launch.session.directory.run_folder import RunFolder
 from rl_launch.session.directory.run_state import RunState
 
 WORKER = """
@@ -200,6 +204,55 @@ def test_a_full_disk_has_room_again(tmp_path):
         (folder / "file").write_bytes(bytes(8192))
     finally:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+DRIVER = """
+import sys, time
+sys.path[:0] = sys.argv[4:]
+import test_exactly_once as runs
+
+class SlowPool(runs.LastFirstPool):
+    def next_done(self):
+        time.sleep(0.01)
+        return super().next_done()
+
+runs.LastFirstPool = SlowPool
+runs.run(sys.argv[1], steps=int(sys.argv[2]), **eval(sys.argv[3]))
+"""
+"""A driver of GRPO with its real session, ledger and loop, whose rollouts and model are made up."""
+
+SESSION = Path(__file__).parents[1] / "session"
+
+
+@pytest.mark.parametrize(
+    ("rule", "num_kills"),
+    [
+        ({"staleness": 2}, 2),
+        *(
+            pytest.param(rule, num_kills, marks=exhaustive)
+            for rule, num_kills in (
+                ({"staleness": 0}, 7),
+                ({"staleness": 2}, 7),
+                ({"staleness": 2, "sampler": "ready_first"}, 6),
+            )
+        ),
+    ],
+)
+def test_a_driver_that_is_killed_again_and_again_trains_every_prompt_once(rule, num_kills, tmp_path, monkeypatch):
+    folder, steps = tmp_path / "run", 3 * num_kills + 2
+    paths = [str(SESSION / "directory"), str(SESSION)]
+    command = [sys.executable, "-c", DRIVER, str(folder), str(steps), repr(rule), *paths]
+    monkeypatch.setattr("rl_launch.commands.chaos.resume_command", lambda path: command)
+    with subprocess.Popen(command) as first:
+        while not (folder / "metrics.jsonl").exists():
+            assert first.poll() is None
+            time.sleep(0.05)
+        schedule = Schedule(("driver",), every_s=0.02, for_s=600.0, seed=num_kills)
+        assert chaos(folder, schedule, resumes=True, is_agreed=True) >= num_kills
+    proof = prove(RunFolder(folder))
+    assert (proof.holds, proof.gaps, proof.step) == (True, (), steps)
+    assert (proof.num_trained, proof.num_compared) == (3 * steps, steps)
+    assert len(journal(folder, "resume")) == len(journal(folder, "fault"))
 
 
 def test_times_and_faults_have_words():

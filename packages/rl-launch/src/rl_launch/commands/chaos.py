@@ -294,9 +294,9 @@ class _Exercise:
                     raise RunDirectoryError(f"{self._run.path} has ended without a fault: {self._run.state().reason}")
                 self._resume()
                 struck_since_start, saved = False, self._newest()
-            elif self._newest() > saved and self._has_steps():
+            elif self._newest() > saved and self._is_at_work():
                 time.sleep(self._schedule.every_s * self._chance.uniform(0.5, 1.5))
-                if not self._has_ended() and time.monotonic() < self._over_at:
+                if not self._has_ended() and self._is_at_work() and time.monotonic() < self._over_at:
                     self._note_message()
                     saved, struck_since_start = self._newest(), True
                     self._strike(next(faults))
@@ -314,9 +314,10 @@ class _Exercise:
             self._driver = None
         return self._driver is None and holder(self._run.path) is None
 
-    def _has_steps(self) -> bool:
-        """Return whether the driver is at work: it may be starting, before it has a rank."""
-        return any(each.kind == "rank" for each in processes_of(self._run)) and self._run.state().step > 0
+    def _is_at_work(self) -> bool:
+        """Return whether the run is between its first step and its last one, after which it only closes."""
+        state = self._run.state()
+        return state.step > 0 and (not state.max_steps or state.step < state.max_steps)
 
     def _newest(self) -> int:
         return max(self._run.checkpoint_steps(), default=0)
@@ -395,8 +396,7 @@ class _Exercise:
             time.sleep(_POLL_S)
 
     def _resume(self) -> None:
-        command = [sys.executable, "-P", "-m", "rl_launch.cli", "train", str(self._run.path)]
-        self._driver = subprocess.Popen(command)
+        self._driver = subprocess.Popen(resume_command(self._run.path))
         self._journal.write(f"resumes the run as process {self._driver.pid}", event="resume", pid=self._driver.pid)
 
     @property
@@ -415,6 +415,11 @@ class _Exercise:
             self._log_at = file.tell()
             if said and self.num_faults:
                 self._journal.write(f"the run says: {said[0]}", event="message", number=self.num_faults, messages=said)
+
+
+def resume_command(path: Path) -> list[str]:
+    """Return the command that resumes a run."""
+    return [sys.executable, "-P", "-m", "rl_launch.cli", "train", str(path)]
 
 
 def _fill(path: Path) -> Callable[[], None]:
