@@ -166,7 +166,7 @@ def main() -> None:
         figures = [f"{seconds / count * 1e6:.2f}" for seconds in (sent, held)]
         rows.append([str(num_tokens), *figures, f"{held / args.requests * 1e6:.0f}", f"{ratio:.1f}"])
     header = ["tokens of a completion", "us per token, sent", "us per token, held", "us per request, held", "ratio"]
-    console.print(table(header, rows))
+    console.print(table(header, rows), soft_wrap=True)
 
 
 if __name__ == "__main__":

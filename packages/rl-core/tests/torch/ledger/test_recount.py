@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rl_core.selfcheck.rank_pool import RankPool
 from rl_core.testing.torch.interpreted import interpret_kernels
 from rl_core.torch import kernels
+from rl_core.torch.transport.digest import begin_digest
 
 OWN = "rl_core::"
 
@@ -49,3 +50,10 @@ def test_every_operator_costs_what_its_programs_launch_and_touch():
             assert ours[0] == theirs[0], name
             # A program may leave a part of a result as it is, such as a statistic that nobody reads.
             assert ours[1] == pytest.approx(theirs[1], rel=0.01), name
+
+
+@pytest.mark.parametrize("num_bytes", [2**28, 2**24 + 3])
+def test_a_digest_on_a_device_reads_each_byte_once(num_bytes):
+    with CostCounter() as counter:
+        begin_digest(torch.empty(num_bytes, dtype=torch.uint8, device="meta"))
+    assert num_bytes <= counter.costs.other.bytes < 1.01 * num_bytes

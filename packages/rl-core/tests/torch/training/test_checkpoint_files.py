@@ -1,5 +1,6 @@
 """Files of a checkpoint: digests taken as bytes go by, and shares of the work of verifying them."""
 
+import gc
 import hashlib
 import math
 import weakref
@@ -161,6 +162,23 @@ def test_a_second_save_of_the_same_tensors_needs_no_plan_and_has_its_own_values(
         save(tmp_path / str(number), planner, weight=torch.randn(3, 2), moment=torch.randn(5))
     assert planned == [1]
     assert is_kept(planner)
+
+
+def test_python_looks_for_no_garbage_while_a_save_is_planned(tmp_path, monkeypatch):
+    seen = []
+    whole = KeptSavePlanner._create_global_plan
+
+    def create(self, plans):
+        seen.append(gc.isenabled())
+        return whole(self, plans)
+
+    monkeypatch.setattr(KeptSavePlanner, "_create_global_plan", create)
+    planner = KeptSavePlanner()
+    save(tmp_path / "first", planner, weight=torch.randn(3, 2))
+    assert (seen, gc.isenabled()) == ([False], True)
+    planner.create_local_plan()
+    planner.end_planning()
+    assert gc.isenabled(), "a plan that fails leaves nothing behind"
 
 
 def test_other_tensors_are_planned_anew(tmp_path, planned):

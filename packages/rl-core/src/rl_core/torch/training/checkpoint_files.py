@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import io
 import itertools
@@ -56,7 +57,7 @@ def write_checkpoint(
     files: Mapping[str, bytes],
     *,
     group: dist.ProcessGroup,
-    planner: SavePlanner | None = None,
+    planner: KeptSavePlanner,
 ) -> tuple[SavedFile, ...]:
     """Write this rank's tensors into its shard, tensor by tensor, and its small files; collective.
 
@@ -65,7 +66,7 @@ def write_checkpoint(
         tensors: Tensors by name, as `planner` takes them.
         files: Contents by name.
         group: All ranks, on gloo.
-        planner: Planner of the save; the default of `torch.distributed.checkpoint` if None.
+        planner: Planner of all saves of these tensors.
 
     Returns:
         The files that this rank wrote, digested as their bytes went by. They are on the disk.
@@ -86,7 +87,10 @@ def write_checkpoint(
             small.append(SavedFile(name, len(content), hashlib.sha256(content).hexdigest(), rank))
 
     with plain_errors(path, "written"):
-        dcp.save(tensors, storage_writer=writer, planner=planner, process_group=group)
+        try:
+            dcp.save(tensors, storage_writer=writer, planner=planner, process_group=group)
+        finally:
+            planner.end_planning()
         on_all_ranks(group, write_small)
     shards = (SavedFile(f"{SHARDS}/{name}", size, digest, rank) for name, (size, digest) in writer.written.items())
     return (*shards, *small)
@@ -202,6 +206,9 @@ class KeptSavePlanner(DefaultSavePlanner):
     large model on hundreds of ranks). Torch keeps plans per class and process. Here they belong to the object, which is
     used for every save of the same tensors, and `forget` removes them.
 
+    While ranks plan, Python does not look for cycles of garbage: it would visit the million items again and again,
+    which takes longer than the plan.
+
     Args:
         flatten: True if values may be nested dicts, or tensors that only torch knows to be sharded.
     """
@@ -209,6 +216,24 @@ class KeptSavePlanner(DefaultSavePlanner):
     def __init__(self, *, flatten: bool = True) -> None:
         super().__init__(flatten_state_dict=flatten, flatten_sharded_tensors=flatten, enable_plan_caching=True)
         self._cached_plans_key = f"{type(self).__name__} {next(_planner_numbers)}"
+        self._collects = False
+
+    def create_local_plan(self) -> SavePlan:
+        """Return the items of this rank."""
+        self._collects = gc.isenabled()
+        gc.disable()
+        return super().create_local_plan()
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """Return the plan that this rank writes, after rank 0 has seen the items of all ranks."""
+        self.end_planning()
+        return super().finish_plan(new_plan)
+
+    def end_planning(self) -> None:
+        """Collect garbage again, also after a plan that failed."""
+        if self._collects:
+            gc.enable()
+        self._collects = False
 
     def forget(self) -> None:
         """Remove the plans on this rank."""
