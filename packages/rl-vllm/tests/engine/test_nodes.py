@@ -31,7 +31,7 @@ def test_all_nodes_learn_the_ports_of_the_first_one() -> None:
         assert {other.ports for other in others} == {first.ports}
         assert first.ports.ranks != first.ports.engines
         assert not lost.is_set()
-        assert first.failure == ""
+        assert first.failure(0) == ""
 
 
 def test_the_first_part_that_ends_is_named_once() -> None:
@@ -39,14 +39,14 @@ def test_the_first_part_that_ends_is_named_once() -> None:
         others[1].report("VllmWorker-5 was killed by SIGKILL")
         assert lost.wait(10)
         others[0]._connection.close()
-        assert first.failure == "node 3 of 3 (127.0.0.1) of the replica: VllmWorker-5 was killed by SIGKILL"
+        assert first.failure() == "node 3 of 3 (127.0.0.1) of the replica: VllmWorker-5 was killed by SIGKILL"
 
 
 def test_a_process_that_ends_without_a_word_is_named_too() -> None:
     with met(2) as (first, (other,), lost):
         other._connection.close()
         assert lost.wait(10)
-        assert first.failure == "node 2 of 2 (127.0.0.1) of the replica: its process ended"
+        assert first.failure() == "node 2 of 2 (127.0.0.1) of the replica: its process ended"
 
 
 def test_other_nodes_notice_the_end_of_the_first_and_that_is_no_loss() -> None:

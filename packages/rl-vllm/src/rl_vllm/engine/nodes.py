@@ -8,7 +8,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from threading import Thread
+from threading import Event, Thread
 from typing import Any, NamedTuple
 
 from rl_core.devices.device import hold_port, node_address
@@ -21,6 +21,9 @@ MEETING_S = 600.0
 
 RETRY_S = 0.2
 """Time in seconds between two attempts to reach the first node, whose process may still be importing."""
+
+REPORT_S = 2.0
+"""Time in seconds within which the loss of a part is reported."""
 
 KEEPALIVE = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
 """Options by which a connection to a node without power breaks after 25 s."""
@@ -46,7 +49,6 @@ class FurtherNodes:
         held: Sockets that keep `ports` free.
 
     Attributes:
-        failure: Why the replica has ended, in words: the first part that was lost. Empty until then.
         ports: Ports of the engine.
     """
 
@@ -54,7 +56,8 @@ class FurtherNodes:
         self._connections = dict(connections)
         self._held = held
         self._is_closed = False
-        self.failure = ""
+        self._failure = ""
+        self._lost = Event()
         self.ports = NodePorts(*(each.getsockname()[1] for each in held))
 
     @classmethod
@@ -98,14 +101,25 @@ class FurtherNodes:
 
         def read(name: str, connection: socket.socket) -> None:
             message = _received(connection)
-            if self._is_closed or self.failure:
+            if self._is_closed or self._failure:
                 return
-            self.failure = f"{name} of the replica: {message['ended'] if message else 'its process ended'}"
-            _log.error("%s; the parts of the replica end", self.failure)
+            self._failure = f"{name} of the replica: {message['ended'] if message else 'its process ended'}"
+            self._lost.set()
+            _log.error("%s; the parts of the replica end", self._failure)
             on_loss()
 
         for name, connection in self._connections.items():
             Thread(target=read, args=(name, connection), name="further-node", daemon=True).start()
+
+    def failure(self, timeout_s: float = REPORT_S) -> str:
+        """Return the first part that was lost, and how it ended; empty if there is none. Ranks of this node may fail
+        before it is reported, because they lost their connection to it.
+
+        Args:
+            timeout_s: Maximum time in seconds to wait for a report.
+        """
+        self._lost.wait(timeout_s)
+        return self._failure
 
     def close(self) -> None:
         """Close the connections, which ends the processes of the other nodes."""

@@ -66,9 +66,9 @@ class ProcessEngine(Engine):
                     further.watch(lambda: _kill(set(psutil.Process().children()) - before))
                 engine = AsyncLLM.from_engine_args(arguments)
         except Exception as error:
-            cause = "" if further is None else further.failure
-            cause = cause or await asyncio.to_thread(output.cause, LAST_WORDS_S)
+            cause = await asyncio.to_thread(output.cause, LAST_WORDS_S)
             if further is not None:
+                cause = await asyncio.to_thread(further.failure) or cause
                 further.close()
             raise GeneratorError(f"vLLM did not start: {cause or one_line(error)}") from error
         roots = [child for child in multiprocessing.active_children() if child not in others]
@@ -146,8 +146,9 @@ class ProcessEngine(Engine):
             if self._cause is None:
                 self._cause = asyncio.create_task(asyncio.to_thread(self._output.cause, LAST_WORDS_S))
             # It is shielded, because other requests wait for it when one is cancelled.
-            cause = "" if self._further is None else self._further.failure
-            cause = cause or await asyncio.shield(self._cause) or ends_of(self._roots)
+            written = await asyncio.shield(self._cause)
+            lost = "" if self._further is None else await asyncio.to_thread(self._further.failure)
+            cause = lost or written or ends_of(self._roots)
             raise GeneratorError(f"{error}: {cause or 'its processes reported no cause'}") from error.__cause__
 
 
