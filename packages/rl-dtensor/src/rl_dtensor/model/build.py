@@ -74,8 +74,8 @@ def build_model(
     )
     for problem in problems:
         raise ValueError(f"{problem.key}: {problem.message}")
-    if spec.exact and (problem := settings.exact_training_problem(backend, config, mesh.kind)):
-        raise ValueError(f"generation.exact: {problem}")
+    if spec.exact and (inexact := settings.exact_training_problem(backend, config, mesh.kind)):
+        raise ValueError(f"generation.exact: {inexact}")
     if backend.attention_backend == "auto" and mesh.kind.runs_on_gpus:
         activate_flash_attention(settings.largest_head(fields))
     initial = InitialFactors.of(config.lora_cfg, spec.seed, is_whole=config.vision.enabled)
