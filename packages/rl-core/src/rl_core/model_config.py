@@ -664,7 +664,7 @@ class GenerationConfig(Config):
     mark on a line of its own, such as `\\n</think>\\n\\n`."""
     exact: Annotated[bool, WhenChanged.RESUME] = False
     """Compute the logprobs of sampled tokens with the same bits in trainer and generator, and end the run at the first
-    one that differs. It takes several times as long. For the `dtensor` trainer with the `hf` generator on `cpu`, in
+    one that differs. It is slower. For the `dtensor` trainer with the `hf` generator on `cpu`, in
     float32, with GRPO and PPO; models with experts, images, recurrent layers or adapters are refused."""
     val_temperature: Annotated[float, WhenChanged.RESUME] = Field(default=0.0, ge=0)
     """Temperature in validation; 0 is greedy."""
