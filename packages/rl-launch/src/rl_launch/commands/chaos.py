@@ -146,9 +146,12 @@ def processes_of(run: RunFolder) -> list[RunProcess]:
     for each in registered(str(run.path / "logs" / FOLDER), SUFFIX):
         process = None
         if is_here(each):
-            process = psutil.Process(each.pid)
+            with suppress(psutil.NoSuchProcess):
+                process = psutil.Process(each.pid)
         elif each.host == here or not os.environ.get("RAY_ADDRESS"):
             continue  # It has ended, or is on a machine that cannot be asked.
+        if process is None and each.host == here:
+            continue  # It has ended meanwhile.
         found.append(RunProcess(each.name, _kind_of(each.name), each.pid, each.host, each.node, each.path, process))
     driver = next((each.process for each in found if each.kind == "driver"), None)
     for process in _descendants(driver) if driver is not None else ():
