@@ -9,8 +9,8 @@ use it. With `frozen`, the model as it was at the start writes the summaries, an
 A guess is right in half of the cases.
 
 All runs begin with one model that has learned to answer from the whole conversation, without compactions. Its warm-up
-is short: a model that always gives one answer explores no summaries. Every run is `rl train grpo-arithmetic` on the CPU;
-a finished one in the folder is not made again.
+is short: a model that always gives one answer explores no summaries. Every run is `rl train grpo-arithmetic` on the
+CPU; a finished one in the folder is not made again.
 """
 
 from __future__ import annotations

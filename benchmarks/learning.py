@@ -254,7 +254,10 @@ CASES = {
     # sampled: the warmed-up model calls in about half of its answers, and most of its greedy ones may call already
     "tools": in_environment("grpo-tools-tiny", "policy.generation.val_temperature=1"),
     "echo": in_environment(
-        "grpo-tools-tiny", "policy.generation.val_temperature=1", "loss_fn.observation_nll_weight=0.01", baseline="tools"
+        "grpo-tools-tiny",
+        "policy.generation.val_temperature=1",
+        "loss_fn.observation_nll_weight=0.01",
+        baseline="tools",
     ),
     "search": in_environment("search-r1-tiny", "policy.generation.val_temperature=1", "policy.generation.backend=hf"),
     "code": in_environment("grpo-code-tiny"),

@@ -66,10 +66,10 @@ def check_device(section: Any, config: RunConfig) -> Iterable[Problem]:
     yield from device_problems(backend, precision=precision, device=device)
     yield from low_precision_problems(backend, section.lora_cfg, precision=precision, device=device)
     yield from draft_head_problems(section, backend)
-
     if section.sequence_packing.shared_prefixes is True and section.vision.enabled:
         reason = "is not supported with vision.enabled=true, because images belong to one row"
         yield Problem("sequence_packing.shared_prefixes", reason, got=True, remedy="Set it to auto or false")
+
 
 def kernels(config: DTensorConfig) -> tuple[Requirement, ...]:
     """Return the packages that the chosen attention needs in addition to torch, if an index has them."""

@@ -253,8 +253,9 @@ def _exact_problem(config: VllmConfig, model: ModelConfig, device: Device) -> st
     if not device.runs_on_gpus:
         return "vLLM has no batch-invariant kernels for CPUs. Set generation.backend=hf"
     return (
-        "with batch-invariant kernels a token has the same bits in every batch of vLLM, but its norms, rotary embeddings "
-        "and attention are other kernels than the trainer's. Set generation.backend=hf and cluster.device=cpu"
+        "with batch-invariant kernels a token has the same bits in every batch of vLLM, but its norms, rotary "
+        "embeddings and attention are other kernels than the trainer's. Set generation.backend=hf and "
+        "cluster.device=cpu"
     )
 
 

@@ -67,11 +67,13 @@ class MismatchRows:
 
     def write(self, path: Path) -> None:
         """Write the rows into a new file, `.npz`."""
-        columns = {"mask": self.mask.values, "generation": self.generation.values}
+        columns: dict[str, np.ndarray] = {"mask": self.mask.values, "generation": self.generation.values}
         if self.policy is not None:
             columns["policy"] = self.policy.values
         prompts = np.frombuffer(json.dumps([list(map(dict, each)) for each in self.prompts]).encode(), np.uint8)
-        np.savez(path, tokens=self.tokens.values, offsets=self.tokens.offsets, prompts=prompts, **columns)
+        columns |= {"tokens": self.tokens.values, "offsets": self.tokens.offsets, "prompts": prompts}
+        # `savez` has an argument allow_pickle, which a dict of arrays could mean as well.
+        np.savez(path, allow_pickle=False, **columns)
 
     @classmethod
     def read(cls, path: str | Path) -> MismatchRows:

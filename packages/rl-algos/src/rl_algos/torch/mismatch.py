@@ -235,18 +235,18 @@ class MismatchModel:
             ids = nn.utils.rnn.pad_sequence([each.tokens for each in part], batch_first=True).to(self.device)
             number = torch.cat([torch.full_like(each.places, n) for n, each in enumerate(part)]).to(self.device)
             place = torch.cat([each.places for each in part]).to(self.device)
-            with self._only(module, lambda hidden, n=number, at=place: hidden[n, at - 1][None]):
+            with self._only(module, number, place - 1):
                 found = module(input_ids=ids, use_cache=False).logits[0]
             yield found.float(), ids[number, place]
             start = end
 
     @contextmanager
-    def _only(self, module: PreTrainedModel, select: Callable[[Tensor], Tensor]) -> Iterator[None]:
-        """Have the head read only selected hidden states, in its present dtype."""
+    def _only(self, module: PreTrainedModel, number: Tensor, place: Tensor) -> Iterator[None]:
+        """Have the head read only some hidden states, by row and place, in its present dtype."""
         head = cast("nn.Linear", module.get_output_embeddings())
 
         def before(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            return (select(inputs[0]), *inputs[1:])
+            return (inputs[0][number, place][None], *inputs[1:])
 
         def after(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
             dtype = self.head_dtype
