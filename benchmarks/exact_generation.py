@@ -28,6 +28,7 @@ from rl_core.data.ragged import Ragged
 from rl_core.model import LOGPROBS, ModelSpec
 from rl_core.model_config import GenerationConfig, ModelConfig, OptimizerConfig, SequencePackingConfig
 from rl_core.rollouts.generation import GenerationRequest, Placement, SamplingParams
+from rl_core.rollouts.rollout import Completion
 from rl_core.selfcheck.pooled_model import PooledModel
 from rl_core.selfcheck.rank_pool import Rank, RankPool, preload
 from rl_dtensor.config import DTensorConfig
@@ -106,7 +107,7 @@ class Side:
             for seed in range(size.rows)
         ]
 
-        async def sample() -> Sequence[object]:
+        async def sample() -> Sequence[Completion]:
             return await asyncio.gather(*[self._generator.generate(request) for request in requests])
 
         began = time.process_time()
