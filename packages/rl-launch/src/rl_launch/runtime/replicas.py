@@ -337,7 +337,8 @@ class Replicas:
         if not need.shares and (length := longest_judged(self._needs, need)) is not None:
             model = model.model_copy(update={"max_total_sequence_length": length})
         own = replace(placement, awaits_weights=need.model_name is None, keeps_weights=True)
-        config = backend.config.model_copy(update={"lora_sync": "merged"})
+        # No trainer reads the logprobs of this engine, so any model will do.
+        config = backend.config.model_copy(update={"lora_sync": "merged", "exact": False})
         return OpponentSpec(need, (config, backend.backend, model, own))
 
     def _process(self, node: str, index: int, position: int, *, num_gpus: float = 0) -> WorkerProcess:
