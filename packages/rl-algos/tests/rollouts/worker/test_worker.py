@@ -1,11 +1,13 @@
 import asyncio
 import dataclasses
 import json
+import threading
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from rl_algos.rollouts.recorded import TurnsRecorder, key_of, read_turns
 from rl_algos.rollouts.training.metrics import REFILLED, rollout_metrics
 from rl_algos.rollouts.worker import worker as worker_module
 from rl_algos.rollouts.worker.program import MultiTurnProgram
@@ -142,6 +144,45 @@ def run(worker, *seeds):
         return (await taken(worker, 1))[7]
 
     return asyncio.run(run())
+
+
+def test_groups_are_recorded_in_the_order_in_which_they_end_while_the_worker_does_other_work(make_worker, tmp_path):
+    worker, _ = make_worker(lambda conversation: StepResult(reward=1.0))
+    worker._recorder = TurnsRecorder(tmp_path)
+    write, goes_on, written = worker._recorder.write, threading.Event(), []
+
+    def slow_write(key, turns):
+        assert goes_on.wait(30), "the loop stood still"
+        write(key, turns)
+        written.append(key)
+
+    worker._recorder.write = slow_write
+
+    async def play():
+        groups = {number: task(number, number + 100) for number in range(5)}
+        await worker.begin(list(groups.items()))
+        while len(await worker.turns()) < 5:
+            await asyncio.sleep(0.001)
+        # A group that is not recorded has not finished, and keeps its turns.
+        assert (len(written), len(worker._finished), len(await worker.turns())) == (0, 0, 5)
+        goes_on.set()
+        return groups, list(await taken(worker, 5))
+
+    groups, order = asyncio.run(play())
+    assert written == [key_of(groups[number], worker._services.version) for number in order]
+    found = read_turns(tmp_path)
+    assert list(found) == written
+    for number, each in zip(order, found.values(), strict=True):
+        tokens = [completion.token_ids.tolist() for turns in each for completion in turns.completions.values()]
+        assert tokens == [[number], [number + 100]]
+
+
+def test_a_group_that_cannot_be_recorded_is_reported(make_worker, tmp_path):
+    worker, _ = make_worker(lambda conversation: StepResult(reward=1.0))
+    worker._recorder = TurnsRecorder(tmp_path / "turns")
+    (tmp_path / "turns").rmdir()
+    with pytest.raises(FileNotFoundError, match="turns"):
+        run(worker, 5)
 
 
 def test_rollouts_of_a_group_come_in_the_order_of_their_seeds(make_worker):

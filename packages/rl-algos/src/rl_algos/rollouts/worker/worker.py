@@ -152,7 +152,7 @@ class RolloutWorker:
         chat = Chat(tokenizer, spec.tokenizer.tool_format)
         self._services = PlayServices(self._generator, chat, dict(environments), spec.max_steps)
         self._recorder = TurnsRecorder(Path(spec.turns)) if spec.turns else None
-        self._keys: dict[int, str] = {}
+        self._recording = asyncio.Lock()
         self._finished: deque[tuple[int, asyncio.Task[Group]]] = deque()
         self._any_finished = asyncio.Event()
         self._under_way: set[asyncio.Task[Group]] = set()
@@ -195,8 +195,6 @@ class RolloutWorker:
         self._idle.begin()
         for number, task in tasks:
             clients = self._clients[number] = []
-            if self._recorder is not None:
-                self._keys[number] = key_of(task, self._services.version)
             shown = [None] * (len(task.seeds) - task.num_demonstrated) + [
                 task.prompt.demonstration
             ] * task.num_demonstrated
@@ -209,7 +207,8 @@ class RolloutWorker:
             # Each play is a task at once, so that the engine has the first request before the last group is read.
             plays = range(len(clients))
             rollouts = [asyncio.create_task(self._run_one(task.prompt, clients, play)) for play in plays]
-            running = asyncio.create_task(self._whole_group(task.prompt, rollouts))
+            key = key_of(task, self._services.version)
+            running = asyncio.create_task(self._whole_group(task.prompt, rollouts, clients, key))
             self._under_way.add(running)
             running.add_done_callback(partial(self._note_finished, number))
 
@@ -373,19 +372,25 @@ class RolloutWorker:
         number, task = self._finished.popleft()
         if not self._finished:
             self._any_finished.clear()
-        clients = self._clients.pop(number)
-        group = task.result()
-        if self._recorder is not None:
-            self._recorder.write(self._keys.pop(number), [client.turns for client in clients])
-        return number, group
+        del self._clients[number]
+        return number, task.result()
 
-    async def _whole_group(self, prompt: Prompt, plays: Sequence[asyncio.Task[Sequence[Rollout]]]) -> Group:
+    async def _whole_group(
+        self, prompt: Prompt, plays: Sequence[asyncio.Task[Sequence[Rollout]]], clients: Sequence[PlayClient], key: str
+    ) -> Group:
         with self._rolling_out:
             rollouts = _numbered(await asyncio.gather(*plays))
-        if self._judging is None:
-            return prompt, rollouts
-        with self._judging_span:
-            return prompt, await self._judged(prompt, rollouts, self._judging)
+        if self._judging is not None:
+            with self._judging_span:
+                rollouts = await self._judged(prompt, rollouts, self._judging)
+        if self._recorder is not None:
+            turns = [client.turns for client in clients]
+            # Compression takes long, so a thread does it. The lock is fair: groups are written in the order in which
+            # they end, one at a time.
+            async with self._recording:
+                with self._writing:
+                    await asyncio.to_thread(self._recorder.write, key, turns)
+        return prompt, rollouts
 
     async def _judged(self, prompt: Prompt, rollouts: Sequence[Rollout], judging: JudgingSpec) -> list[Rollout]:
         """Return the rollouts of a prompt with the rewards of language models, which compare those of one agent and its
