@@ -129,8 +129,8 @@ def run(run_dir, rule, settings=None, **loop):
         counting.RunSession = original
 
 
-def bad_from(first):
-    return lambda session, step: session.record(step, {"watched": float(step >= first)})
+def bad_from(first, metric="watched"):
+    return lambda session, step: session.record(step, {metric: float(step >= first)})
 
 
 def test_a_stopped_run_is_saved_and_resumes_without_the_rule(tmp_path):
@@ -157,8 +157,15 @@ def test_a_rollback_goes_to_the_newest_checkpoint_before_the_onset(tmp_path):
     assert [row["train/loss"] for row in found] == [row["train/loss"] for row in whole]
 
 
+@pytest.mark.parametrize(("metric", "checkpoint"), [("watched", 2), ("val/watched", 4), ("eval/watched", 4)])
+def test_a_rollback_leaves_out_the_checkpoint_whose_weights_broke_the_rule(tmp_path, metric, checkpoint):
+    with pytest.raises(GuardrailRestart) as restart:
+        run(tmp_path / "run", {"action": "rollback", "metric": metric}, at_step=bad_from(5, metric))
+    assert (restart.value.event.onset, restart.value.event.resumes_after) == (5, checkpoint)
+
+
 def test_a_rollback_without_a_checkpoint_before_the_onset_ends_the_run(tmp_path):
-    with pytest.raises(GuardrailStop, match=r"no checkpoint before that step.*checkpointing.keep_top_k"):
+    with pytest.raises(GuardrailStop, match=r"no checkpoint before step 0 .*checkpointing.keep_top_k"):
         run(tmp_path / "run", {"action": "rollback"}, at_step=bad_from(1))
 
 

@@ -236,7 +236,7 @@ class GuardrailConfig(Config):
     """Number of steps in a row that break the rule before the run acts. Steps without the metric do not count."""
     action: GuardrailAction = "warn"
     """`warn`: a warning in the log, once until the metric recovers. `stop`: the run ends with an error, saved; the same
-    command resumes it. `rollback`: the run goes back to the newest checkpoint before the first of these steps, with
+    command resumes it. `rollback`: the run goes back to the newest checkpoint from before these steps, with
     `change`. `lower_staleness`: the run is saved and goes on with `async_grpo.max_trajectory_age_steps` lower by 1.
     `skip_step`: an optimizer step whose gradient norm (`metric: train/grad_norm`, `above`) is larger is skipped."""
     change: dict[str, Any] = {}

@@ -55,6 +55,12 @@ class GuardrailEvent:
     def __str__(self) -> str:
         return f"guardrail {self.rule}: {self.reason}"
 
+    @property
+    def first_broken(self) -> int:
+        """Step of the first weights that broke the rule. Validations and evaluations measure the weights after their
+        step, and all other metrics the weights before it."""
+        return self.onset if self.metric.startswith(("val/", "eval/")) else self.onset - 1
+
 
 class GuardrailStop(RLError):
     """Raised if a guardrail ends a run, whose last step is saved."""

@@ -351,14 +351,14 @@ class RunSession:
         assert self._guardrails is not None, "it asked for the action"
         self._finish_save(wait=True)
         if event.action == "rollback":
-            found = self._saves.checkpoints.newest(before=event.onset)
+            found = self._saves.checkpoints.newest(before=event.first_broken)
             if found is not None:
                 self._saves.checkpoints.set_aside(found[0], "rolled_back")
                 raise GuardrailRestart(replace(event, resumes_after=found[0]))
             kept = ", ".join(f"step_{step}" for step in RunFolder(self.directory.path).checkpoint_steps()) or "none"
             raise GuardrailStop(
-                f"{event}, from step {event.onset} on, but the run has no checkpoint before that step to go back to "
-                f"(it has {kept}). Lower checkpointing.save_period, or raise checkpointing.keep_top_k, in a new run"
+                f"{event}, from step {event.onset} on, but the run has no checkpoint before step {event.first_broken} to "
+                f"go back to (it has {kept}). Lower checkpointing.save_period, or raise checkpointing.keep_top_k, in a new run"
             )
         if self._saving.enabled:
             self._save(wait=True)
