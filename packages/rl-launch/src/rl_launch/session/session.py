@@ -357,8 +357,9 @@ class RunSession:
                 raise GuardrailRestart(replace(event, resumes_after=found[0]))
             kept = ", ".join(f"step_{step}" for step in RunFolder(self.directory.path).checkpoint_steps()) or "none"
             raise GuardrailStop(
-                f"{event}, from step {event.onset} on, but the run has no checkpoint before step {event.first_broken} to "
-                f"go back to (it has {kept}). Lower checkpointing.save_period, or raise checkpointing.keep_top_k, in a new run"
+                f"{event}, from step {event.onset} on, but the run has no checkpoint before step {event.first_broken} "
+                f"to go back to (it has {kept}). Lower checkpointing.save_period, or raise checkpointing.keep_top_k, "
+                "in a new run"
             )
         if self._saving.enabled:
             self._save(wait=True)
