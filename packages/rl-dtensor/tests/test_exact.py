@@ -24,6 +24,7 @@ from rl_core.rollouts.rollout import Completion
 from rl_core.selfcheck.losses import TokenLoss
 from rl_core.selfcheck.pooled_model import PooledModel
 from rl_core.selfcheck.rank_pool import RankPool
+from rl_core.testing.exhaustive import exhaustive, partly_exhaustive
 from rl_core.testing.model_worker import make_batch
 from rl_core.token_filter import TokenFilter
 from rl_core.torch.kernels.exact import exact_rows
@@ -154,12 +155,17 @@ MESHES = {
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_logprobs_are_the_generators_on_every_mesh(ranks: RankPool, tmp_path: Path, family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "meshes"),
+    [("gemma2", ("tp2 sp",)), *(pytest.param(family, tuple(MESHES), marks=exhaustive) for family in FAMILIES)],
+)
+def test_the_logprobs_are_the_generators_on_every_mesh(
+    ranks: RankPool, tmp_path: Path, family: str, meshes: Sequence[str]
+) -> None:
     folder = write(tmp_path, FAMILIES[family])
     rolled = rollouts(folder)
-    found = {name: largest_difference(ranks, folder, rolled, size, **mesh) for name, (size, mesh) in MESHES.items()}
-    assert found == dict.fromkeys(MESHES, 0.0)
+    found = {name: largest_difference(ranks, folder, rolled, MESHES[name][0], **MESHES[name][1]) for name in meshes}
+    assert found == dict.fromkeys(meshes, 0.0)
 
 
 def test_without_exact_they_differ(ranks: RankPool, tmp_path: Path) -> None:
@@ -169,12 +175,15 @@ def test_without_exact_they_differ(ranks: RankPool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("temperature", "token_filter"),
-    [
-        (0.7, None),
-        (1.3, TokenFilter(top_p=0.8)),
-        (1.0, TokenFilter(top_k=9, min_p=0.02)),
-        (0.5, TokenFilter(top_p=0.5)),
-    ],
+    partly_exhaustive(
+        [
+            (0.7, None),
+            (1.3, TokenFilter(top_p=0.8)),
+            (1.0, TokenFilter(top_k=9, min_p=0.02)),
+            (0.5, TokenFilter(top_p=0.5)),
+        ],
+        always=[(1.3, TokenFilter(top_p=0.8))],
+    ),
 )
 def test_temperatures_and_filters_are_exact(
     ranks: RankPool, tmp_path: Path, temperature: float, token_filter: TokenFilter | None
@@ -198,7 +207,7 @@ def test_scores_of_given_rows_are_exact(ranks: RankPool, tmp_path: Path) -> None
     assert largest_difference(ranks, folder, rolled) == 0
 
 
-@pytest.mark.parametrize("mesh", ["fsdp2", "tp2 sp"])
+@pytest.mark.parametrize("mesh", partly_exhaustive(["fsdp2", "tp2 sp", "tp2 fsdp2"], always=["fsdp2"]))
 def test_updates_keep_them_equal(ranks: RankPool, tmp_path: Path, mesh: str) -> None:
     assert differences_over_updates(ranks, tmp_path, *MESHES[mesh], updates=3) == [0.0] * 3
 
