@@ -1,4 +1,5 @@
-"""Attention of packed and padded rows, by every backend, compared with plain products in float32, row by row."""
+"""Attention of packed and padded rows, and of rows that share prefixes, by every backend, compared with plain products
+in float32, row by row."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from rl_core.torch.loss import Rows
 from rl_dtensor.config import AttentionBackend, DTensorConfig
 from rl_dtensor.model.attention import row_attention
 from rl_dtensor.model.kernels import kernel_of
-from rl_dtensor.model.layout import Alignment, lay_out
+from rl_dtensor.model.layout import Alignment, RowLayout, lay_out
 from rl_dtensor.model.settings import device_problems, without_sinks, without_softcap
 
 LENGTHS = (1, 700, 37, 1500, 3, 129, 512, 64)
@@ -27,6 +28,8 @@ SMALL_LENGTHS = (1, 21, 5, 64, 3)
 BOUND = {torch.bfloat16: 1.5e-2, torch.float32: 2e-4}
 """Of the root mean square of differences in the worst row, relative to that of the oracle, in the row or in all rows,
 whichever is larger."""
+
+LAYOUTS = ("packed", "padded", SHARED := "shared prefixes")
 
 GENERATIONS = {"auto": "FA2", "flash_attention_2": "FA2", "flash_attention_3": "FA3"}
 """Flash attention's generation of a backend; `auto` is torch's."""
@@ -80,10 +83,9 @@ def check(setup: Setup, report: Report) -> None:
             with report.attempt(f"{backend}, {name}"):
                 _refuse(backend, name, setup)
                 for case in (case for case in cases if case.is_of(backend)):
-                    for is_packed in (True, False):
-                        layout = "packed" if is_packed else "padded"
+                    for layout in LAYOUTS:
                         with report.attempt(f"{backend}, {name}, {layout}, {case}"):
-                            worst = _worst_error(setup, backend, dtype, case, is_packed=is_packed)
+                            worst = _worst_error(setup, backend, dtype, case, layout)
                             report.within(
                                 f"{backend}, {name}, {layout}, {case}: {worst[0]} of row {worst[1]}",
                                 "float32 products, row by row",
@@ -108,15 +110,22 @@ def _refuse(backend: AttentionBackend, precision: str, setup: Setup) -> None:
 
 
 def _worst_error(
-    setup: Setup, backend: AttentionBackend, dtype: torch.dtype, case: Case, *, is_packed: bool
+    setup: Setup, backend: AttentionBackend, dtype: torch.dtype, case: Case, kind: str
 ) -> tuple[str, int, float]:
     """Which of the output and the gradients is most wrong, in which row, and by how much."""
     lengths = SMALL_LENGTHS if setup.is_small else LENGTHS
     parts = _parts(sum(lengths), case, dtype, setup.torch_device)
     grad = torch.randn_like(parts[0]).transpose(1, 2)  # [1, tokens, heads, head_dim]
-    found = _with_gradients(lambda *p: _attended(p, lengths, backend, case, is_packed=is_packed), parts, grad)
-    wide = [part.float() for part in parts]
-    expected = _with_gradients(lambda *p: _by_row(p, lengths, case), wide, grad.float())
+    layout = _layout(lengths, kind, setup.torch_device)
+    found = _with_gradients(lambda *p: _attended(p, lengths, backend, case, layout), parts, grad)
+    # Rows that share a token take it from the same row, so that its gradients add up there.
+    source = torch.arange(sum(lengths), device=setup.torch_device)
+    source = source if layout.tree is None else layout.places[layout.whole_rows[0]]
+    expected = _with_gradients(
+        lambda *p: _by_row([part.index_select(2, source) for part in p], lengths, case),
+        [part.float() for part in parts],
+        grad.float(),
+    )
     bounds = list(pairwise([0, *torch.tensor(lengths).cumsum(0).tolist()]))
     errors = []
     for name, ours, theirs in zip(("output", "dq", "dk", "dv"), found, expected, strict=True):
@@ -149,21 +158,27 @@ def _with_gradients(function: Callable[..., Tensor], parts: Sequence[Tensor], gr
     return [output.detach(), *(found.transpose(1, 2) for found in grads if found is not None)]
 
 
+def _layout(lengths: Sequence[int], kind: str, device: torch.device) -> RowLayout:
+    """The layout of a kind in `LAYOUTS`. Each row begins with the same tokens, for two thirds of its length."""
+    tokens = [torch.where(torch.arange(length) < 2 * length // 3, 0, row + 1) for row, length in enumerate(lengths)]
+    rows = Rows(torch.tensor([0, *lengths], device=device).cumsum(0), {TOKENS: torch.cat(tokens).to(device)})
+    return lay_out(rows, Alignment(), is_packed=kind != "padded", shares_prefixes=kind == SHARED)
+
+
 def _attended(
-    parts: Sequence[Tensor], lengths: Sequence[int], backend: AttentionBackend, case: Case, *, is_packed: bool
+    parts: Sequence[Tensor], lengths: Sequence[int], backend: AttentionBackend, case: Case, layout: RowLayout
 ) -> Tensor:
-    """`[1, tokens, heads, head_dim]`, by the product's attention function; padded rows are laid side by side first."""
-    device = parts[0].device
-    offsets = torch.tensor([0, *lengths], device=device).cumsum(0)
-    rows = Rows(offsets, {TOKENS: torch.zeros(sum(lengths), dtype=torch.int64, device=device)})
-    layout = lay_out(rows, Alignment(), is_packed=is_packed)
-    attend = kernel_of(backend)
-    laid = parts if is_packed else [_side_by_side(part, lengths) for part in parts]
-    options = {"sliding_window": case.window, "softcap": case.softcap, "s_aux": case.sinks(device)}
-    out = row_attention(nn.Module(), *laid, None, layout=layout, attend=attend, **options)[0]
-    if is_packed:
-        return out
-    return torch.cat([row[:length] for row, length in zip(out, lengths, strict=True)])[None]
+    """`[1, tokens, heads, head_dim]`, by the product's attention function, from rows end to end."""
+    laid: Sequence[Tensor] = parts
+    if layout.attention_mask is not None:
+        laid = [_side_by_side(part, lengths) for part in parts]
+    elif layout.tree is not None:
+        laid = [part.index_select(2, layout.places) for part in parts]
+    options = {"sliding_window": case.window, "softcap": case.softcap, "s_aux": case.sinks(parts[0].device)}
+    out = row_attention(nn.Module(), *laid, None, layout=layout, attend=kernel_of(backend), **options)[0]
+    if layout.attention_mask is not None:
+        return torch.cat([row[:length] for row, length in zip(out, lengths, strict=True)])[None]
+    return out if layout.tree is None else out.index_select(1, layout.whole_rows[0])
 
 
 def _side_by_side(part: Tensor, lengths: Sequence[int]) -> Tensor:
@@ -215,5 +230,5 @@ def _speeds(setup: Setup, report: Report) -> list[tuple[str, str, str, str]]:
 def _pass(setup: Setup, backend: AttentionBackend, case: Case, lengths: Sequence[int]) -> None:
     parts = _parts(sum(lengths), case, torch.bfloat16, setup.torch_device)
     leaves = [part.requires_grad_() for part in parts]
-    out = _attended(leaves, lengths, backend, case, is_packed=True)
+    out = _attended(leaves, lengths, backend, case, _layout(lengths, "packed", setup.torch_device))
     out.backward(out.detach())

@@ -13,6 +13,7 @@ from gpu_check.environment import seconds_of
 from gpu_check.report import Report, Skip
 from gpu_check.setup import VOCAB, Setup
 from rl_core.torch.kernels.devices import takes
+from rl_core.torch.kernels.exact import check_exact_rows
 from rl_core.torch.kernels.float8 import (
     E4M3,
     E5M2,
@@ -75,6 +76,10 @@ def check(setup: Setup, report: Report) -> None:
         with report.attempt(name):
             others.append((name, *_cast(setup, report, name, cast)))
     report.figures("Once", ("kernel", "ms", "GB/s"), others)
+    for dtype in BOUNDS:
+        subject = f"rows alone and among others, {str(dtype).removeprefix('torch.')}"
+        with report.attempt(subject):
+            _exact(setup, report, subject, dtype)
 
 
 def _cases(setup: Setup) -> dict[str, Case]:
@@ -187,6 +192,18 @@ def _digest(setup: Setup, report: Report) -> tuple[str, str]:
         found, expected = digest(part), digest(part.cpu())
         report.holds(f"{DIGEST} of {count} bytes", "the host's", found == expected, f"{found}, {expected} on the host")
     return _figures(setup, report, DIGEST, partial(begin_digest, values), num_bytes)
+
+
+def _exact(setup: Setup, report: Report, subject: str, dtype: torch.dtype) -> None:
+    """The condition of `policy.generation.exact`, which is offered on CPUs in float32 only."""
+    hidden, inner = setup.pick(64, 4096), setup.pick(96, 12288)
+    try:
+        check_exact_rows([(inner, hidden), (hidden, inner)], dtype, device=setup.torch_device)
+    except ValueError as error:
+        if not setup.kind.runs_on_gpus and dtype == torch.float32:
+            raise
+        raise Skip(str(error)) from None
+    report.holds(subject, "the same bits", True, "they have")
 
 
 BOTH = "float8 by row and by column"

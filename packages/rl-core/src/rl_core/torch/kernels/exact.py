@@ -129,8 +129,10 @@ _OPERATORS: dict[Any, Callable[..., Tensor]] = {
 
 
 @torch.no_grad()
-def check_exact_rows(shapes: Sequence[tuple[int, int]], dtype: torch.dtype, *, max_rows: int = 256) -> None:
-    """Check that this process computes rows alike, in the shapes of a model.
+def check_exact_rows(
+    shapes: Sequence[tuple[int, int]], dtype: torch.dtype, *, max_rows: int = 256, device: torch.device | str = "cpu"
+) -> None:
+    """Check that a device computes rows alike in this process, in the shapes of a model.
 
     Every entry of a product is a fixed sequence of operations on one row and one column, which depends on shapes and
     places and never on values, so random values show whether two calls have the same sequence.
@@ -139,6 +141,7 @@ def check_exact_rows(shapes: Sequence[tuple[int, int]], dtype: torch.dtype, *, m
         shapes: Outputs and inputs of linear layers.
         dtype: Dtype that they compute in.
         max_rows: Rows of the largest call.
+        device: Device that computes.
 
     Raises:
         ValueError: With the shape in which results depend on the call.
@@ -146,14 +149,14 @@ def check_exact_rows(shapes: Sequence[tuple[int, int]], dtype: torch.dtype, *, m
     generator = torch.Generator().manual_seed(0)
 
     def drawn(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator).to(dtype)
+        return torch.randn(*shape, generator=generator).to(device, dtype)
 
     with exact_rows():
         for outputs, inputs in sorted(set(shapes)):
             x, weight = drawn(max_rows, inputs), drawn(outputs, inputs)
             whole = F.linear(x, weight)
             half = outputs // 2
-            shifted = torch.empty(weight.numel() + 1, dtype=dtype)[1:].view_as(weight).copy_(weight)
+            shifted = weight.new_empty(weight.numel() + 1)[1:].view_as(weight).copy_(weight)
             same = [
                 torch.equal(whole[:1], F.linear(x[:1], weight)),
                 torch.equal(whole[5:26], F.linear(x[5:26], weight)),
