@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -72,37 +73,45 @@ def test_vllms_method_packs_only_when_it_makes_the_kernel() -> None:
     assert packed == [layer]
 
 
-def test_results_of_ranks_with_their_own_experts_add_up() -> None:
+def compute_experts(apply: Callable[..., None], own: range, places: torch.Tensor | None) -> torch.Tensor:
+    """Compute some of eight experts for five tokens, each of which has chosen three of the eight."""
     random = torch.Generator().manual_seed(0)
     gate_up, down = (0.1 * torch.randn(size, generator=random) for size in ((8, 128, 64), (8, 64, 64)))
     hidden = torch.randn(5, 64, generator=random)
     weights, ids = torch.randn(5, 8, generator=random).softmax(-1).topk(3)
+    output = torch.empty(5, 64)
+    apply(
+        SimpleNamespace(_use_zentorch=False, isa="vec", w1_bias=None, w2_bias=None),
+        output=output,
+        hidden_states=hidden,
+        w1=cpu_prepack_moe_weight(gate_up[own.start : own.stop].contiguous(), "vec"),
+        w2=cpu_prepack_moe_weight(down[own.start : own.stop].contiguous(), "vec"),
+        topk_weights=weights,
+        topk_ids=ids.int(),
+        activation=MoEActivation.SILU,
+        global_num_experts=8,
+        expert_map=places,
+        apply_router_weight_on_input=False,
+        **dict.fromkeys(("a1q_scale", "a2_scale", "workspace13", "workspace2", "expert_tokens_meta")),
+    )
+    return output
 
-    def computed(own: range, *, is_split: bool) -> torch.Tensor:
-        experts = SimpleNamespace(_use_zentorch=False, isa="vec", w1_bias=None, w2_bias=None)
+
+def test_results_of_ranks_with_their_own_experts_add_up() -> None:
+    parts = []
+    for own in (range(3), range(3, 8)):
         places = torch.full((8,), -1, dtype=torch.int32)
         places[own.start : own.stop] = torch.arange(len(own), dtype=torch.int32)
-        output = torch.empty(5, 64)
-        others = dict.fromkeys(("a1q_scale", "a2_scale", "workspace13", "workspace2", "expert_tokens_meta"))
-        CPUUnquantizedExperts.apply(
-            experts,
-            output=output,
-            hidden_states=hidden,
-            w1=cpu_prepack_moe_weight(gate_up[own.start : own.stop].contiguous(), "vec"),
-            w2=cpu_prepack_moe_weight(down[own.start : own.stop].contiguous(), "vec"),
-            topk_weights=weights,
-            topk_ids=ids.int(),
-            activation=MoEActivation.SILU,
-            global_num_experts=8,
-            expert_map=places if is_split else None,
-            apply_router_weight_on_input=False,
-            **others,
-        )
-        return output
-
-    whole = computed(range(8), is_split=False)
-    parts = [computed(own, is_split=True) for own in (range(3), range(3, 8))]
+        parts.append(compute_experts(CPUUnquantizedExperts.apply, own, places))
+    whole = compute_experts(CPUUnquantizedExperts.apply, range(8), None)
     torch.testing.assert_close(parts[0] + parts[1], whole, atol=1e-5, rtol=1e-4)
+
+
+def test_vllms_kernel_takes_numbers_of_experts_for_places() -> None:
+    """Once this fails, experts of other ranks need not be left out any longer."""
+    apply = CPUUnquantizedExperts.apply.__wrapped__
+    turned = torch.arange(8, dtype=torch.int32).flip(0)
+    assert torch.equal(compute_experts(apply, range(8), turned), compute_experts(apply, range(8), None))
 
 
 def write_mixture(folder: Path, seed: int, expert_size: int) -> Path:

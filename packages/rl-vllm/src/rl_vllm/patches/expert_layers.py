@@ -25,8 +25,8 @@ Experts over several ranks are not told apart:
 - Fault: the kernel on CPU takes the number of an expert for its place among the experts of this rank. It ignores the
   map between them, so a rank computes with other experts, or reads past its weights.
 - vLLM 0.32.0, `vllm/model_executor/layers/fused_moe/experts/cpu_moe.py` (`CPUUnquantizedExperts.apply`).
-- Upstream: no upstream issue looked for.
-- Delete when vLLM's own `apply` reads `expert_map`.
+- Upstream: https://github.com/vllm-project/vllm/issues/57837 (open) asks for expert parallelism on CPU.
+- Delete when `tests/patches/test_expert_layers.py::test_vllms_kernel_takes_numbers_of_experts_for_places` fails.
 """
 
 from __future__ import annotations

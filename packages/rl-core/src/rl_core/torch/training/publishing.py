@@ -92,6 +92,8 @@ def send_weights(
         _log.info("weight version %d: this rank sent %.1f MB", manifest.version, link.num_bytes_sent / 1e6)
         return link.sent_digests
     sends = transport.every_rank_sends or mesh.rank == 0
+    if not sends:
+        end.close()  # The ranks that send give up a connection of all ranks, if there is one.
     digests: Sequence[str] = ()
     failure: BaseException | None = None
     gathered: list[tuple[str, Tensor | None]] = []
