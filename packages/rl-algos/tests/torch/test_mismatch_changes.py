@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -109,35 +110,14 @@ def drifted(tensors):
         tensors[name] = tensor + 0.03 * torch.randn(tensor.shape, generator=random)
 
 
-def tied(tensors):
-    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
-
-
 def without_biases(tensors):
     for name, tensor in tensors.items():
         if name.endswith("v_proj.bias"):
             tensors[name] = torch.zeros_like(tensor)
 
 
-MODELS = {
-    "rope_theta": {"edit": lambda config: config["rope_parameters"].update(rope_theta=40000.0)},
-    "rope_scaling": {
-        "edit": lambda config: config.update(
-            rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
-        )
-    },
-    "norm_epsilon": {"edit": lambda config: config.update(rms_norm_eps=3e-3)},
-    "tied_head": {"weights": tied},
-    "missing": {"weights": without_biases},
-}
-"""Faults of the generator's files, by the cause that is to be found."""
-
-SAMPLINGS = {
-    "temperature": {"temperature": 0.7},
-    "top_p": {"top_p": 0.83},
-    "top_k": {"top_k": 6},
-    "min_p": {"min_p": 0.06},
-}
+def with_other_theta(config):
+    config["rope_parameters"]["rope_theta"] = 40000.0
 
 
 def test_a_side_that_samples_at_another_temperature_is_found(tmp_path, model):
@@ -148,9 +128,8 @@ def test_a_side_that_samples_at_another_temperature_is_found(tmp_path, model):
 
 
 def test_a_policy_that_is_off_is_told_from_a_generator_that_is_off(tmp_path, model):
-    generated, theta = sampled(model), MODELS["rope_theta"]
-    policy = sampled(model)
-    rows = MismatchRows(generated.tokens, generated.mask, generated.generation, scored(changed(model, **theta), policy))
+    rows = sampled(model)
+    rows = replace(rows, policy=scored(changed(model, with_other_theta), rows))
     gap, (first, *_) = found(tmp_path, model, rows)
     assert gap.side == "policy"
     assert (first.cause, first.side) == ("rope_theta", "policy")
@@ -169,42 +148,15 @@ def scored(folder, rows):
 
 
 @exhaustive
-@pytest.mark.parametrize("cause", MODELS)
-def test_faults_of_the_generators_model_are_found(tmp_path, model, cause):
-    _, (first, *_) = found(tmp_path, model, sampled(changed(model, **MODELS[cause])))
-    assert (first.cause, first.side) == (cause, "generator")
-    assert first.closed > 0.9
+def test_missing_biases_are_found(tmp_path, model):
+    _, (first, *_) = found(tmp_path, model, sampled(changed(model, weights=without_biases)))
+    assert (first.cause, first.detail) == ("missing", "v_proj.bias is missing")
+    assert first.closed > 0.99
 
 
-@exhaustive
-@pytest.mark.parametrize("cause", SAMPLINGS)
-def test_faults_of_the_sampler_are_found(tmp_path, model, cause):
-    _, (first, *_) = found(tmp_path, model, sampled(model, **SAMPLINGS[cause]))
-    assert first.cause == cause
-    assert first.closed > 0.9
-
-
-@exhaustive
-def test_a_filter_that_one_side_does_not_apply_is_found(tmp_path, model):
-    _, (first, *_) = found(tmp_path, model, sampled(model), top_p=0.8)
-    assert first.cause == "top_p"
-    assert first.detail == "no top_p instead of 0.8"
-
-
-@exhaustive
 def test_a_template_with_a_trailing_space_is_found(tmp_path, model):
     _, (first, *_) = found(tmp_path, model, sampled(model, suffix=" "))
     assert (first.cause, first.detail) == ("prompt", "a prompt with ' ' after it")
-
-
-@exhaustive
-@pytest.mark.parametrize("has_adapters", [True, False])
-def test_stale_weights_are_found(tmp_path, model, has_adapters):
-    older = changed(model, weights=drifted)
-    before = (OlderWeights("the weights before step 4", str(older)),)
-    _, (first, *_) = found(tmp_path, model, sampled(older), older=before, has_adapters=has_adapters)
-    assert first.cause == ("adapter" if has_adapters else "stale")
-    assert first.closed > 0.99
 
 
 @exhaustive

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -35,10 +35,10 @@ PERIOD = 50
 """Number of steps from one examination to the next while the mismatch stays large."""
 
 TEMPERATURES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.5)
-FILTERS = (
-    *(TokenFilter(top_p=value) for value in (0.8, 0.9, 0.95, 0.99)),
-    *(TokenFilter(top_k=value) for value in (20, 50)),
-    TokenFilter(min_p=0.05),
+FILTERS: tuple[tuple[str, Any], ...] = (
+    *(("top_p", value) for value in (0.8, 0.9, 0.95, 0.99)),
+    *(("top_k", value) for value in (20, 50)),
+    ("min_p", 0.05),
 )
 """Settings that are tried on the rows."""
 
@@ -105,54 +105,36 @@ def _findings(batch: Batch, policy: Model, loss: Loss) -> tuple[MismatchFinding,
     is_sampled = rows.ragged(LOSS_MASK).values > 0
     if not is_sampled.any():
         return ()
-    generation = rows.ragged(GENERATION_LOGPROBS).values[is_sampled].astype(np.float64)
-    token_filter = next((read.token_filter for read in loss.reads), None)
+
+    def sampled(name: str, source: Batch = rows) -> np.ndarray:
+        return source.ragged(name).values[is_sampled].astype(np.float64)
 
     def scored(temperature: float, kept: TokenFilter | None) -> np.ndarray:
-        read = replace(LOGPROBS, token_filter=kept)
-        found = policy.infer(rows, [read], temperature=temperature).ragged("logprobs")
-        return found.values[is_sampled].astype(np.float64)
+        return sampled("logprobs", policy.infer(rows, [replace(LOGPROBS, token_filter=kept)], temperature=temperature))
 
-    own = scored(loss.temperature, token_filter)
-    gap = _gap(own, generation)
-    attempts = [*_attempts(rows, own, generation, gap, is_sampled)]
-    for temperature in TEMPERATURES:
-        if temperature != loss.temperature:
-            detail = f"temperature {temperature:g} instead of {loss.temperature:g}"
-            left = mean_difference(scored(temperature, token_filter), generation)
-            attempts.append(TriedChange("temperature", detail, "generator", left))
-    if token_filter is None or not token_filter.allowed:
-        for kept in (None, *FILTERS):
-            if kept != token_filter:
-                cause = next((name for name in ("top_p", "top_k", "min_p") if _differs(kept, name)), "filter")
-                detail = "no filter" if kept is None else f"{cause}={getattr(kept, cause):g}"
-                left = mean_difference(scored(loss.temperature, kept), generation)
-                attempts.append(TriedChange(cause, detail, "generator", left))
-    return ranked(gap, attempts)
-
-
-def _differs(kept: TokenFilter | None, name: str) -> bool:
-    return kept is not None and getattr(kept, name) != getattr(TokenFilter(), name)
-
-
-def _gap(own: np.ndarray, generation: np.ndarray) -> MismatchGap:
-    differences = bounded(np.abs(own - generation))
-    mean = float(differences.mean()) if len(differences) else 0.0
-    return MismatchGap(mean, float(differences.max(initial=0.0)), 1.0, len(differences), mean, None)
-
-
-def _attempts(
-    rows: Batch, own: np.ndarray, generation: np.ndarray, gap: MismatchGap, is_sampled: np.ndarray
-) -> Iterator[TriedChange]:
-    """Yield what columns of the batch explain: older weights of some tokens, and the weights of the reference."""
+    token_filter = next((read.token_filter for read in loss.reads), None)
+    generation, own = sampled(GENERATION_LOGPROBS), scored(loss.temperature, token_filter)
+    mean = mean_difference(own, generation)
+    gap = MismatchGap(mean, float(bounded(np.abs(own - generation)).max()), 1.0, len(own), mean, None)
+    tried: list[tuple[str, str, float]] = []
     if "ref_logprobs" in rows:
-        reference = rows.ragged("ref_logprobs").values[is_sampled].astype(np.float64)
-        left = mean_difference(reference, generation)
-        yield TriedChange("stale", "the weights of the reference, which the run began with", "generator", left)
+        left = mean_difference(sampled("ref_logprobs"), generation)
+        tried.append(("stale", "the weights of the reference, which the run began with", left))
     if WEIGHT_VERSIONS in rows:
-        versions = rows.ragged(WEIGHT_VERSIONS).values[is_sampled]
-        newest = versions == versions.max(initial=0)
-        if newest.any() and not newest.all():
+        versions = sampled(WEIGHT_VERSIONS)
+        newest = versions == versions.max()
+        if not newest.all():
             # The gap of tokens of the same weights is what would be left if none were older.
             left = mean_difference(own[newest], generation[newest])
-            yield TriedChange("age", f"{(~newest).mean():.0%} of the tokens are of older weights", "generator", left)
+            tried.append(("age", f"{(~newest).mean():.0%} of the tokens are of older weights", left))
+    for temperature in TEMPERATURES:
+        if temperature != loss.temperature:
+            left = mean_difference(scored(temperature, token_filter), generation)
+            tried.append(("temperature", f"temperature {temperature:g} instead of {loss.temperature:g}", left))
+    if token_filter is None or not token_filter.allowed:
+        for cause, value in (("filter", None), *FILTERS):
+            kept = None if value is None else TokenFilter(**{cause: value})
+            if kept != token_filter:
+                left = mean_difference(scored(loss.temperature, kept), generation)
+                tried.append((cause, "no filter" if value is None else f"{cause}={value:g}", left))
+    return ranked(gap, [TriedChange(cause, detail, "generator", left) for cause, detail, left in tried])

@@ -117,8 +117,7 @@ class MismatchCase:
         temperature, top_k, top_p, min_p: Sampling as it is configured.
         older: Weights that the policy had before, the newest first.
         has_adapters: True if the policy trains low-rank adapters.
-        tokenizer: Section `policy.tokenizer` as plain data.
-        tokenizer_of: Model whose tokenizer it is.
+        tokenizer: Section `policy.tokenizer` as plain data; the tokenizer is the model's if it has no name.
         device: Torch device that computes.
     """
 
@@ -133,7 +132,6 @@ class MismatchCase:
     older: tuple[OlderWeights, ...] = ()
     has_adapters: bool = False
     tokenizer: Mapping[str, Any] = field(default_factory=dict)
-    tokenizer_of: str = ""
     device: str = "cpu"
 
     def as_json(self) -> str:

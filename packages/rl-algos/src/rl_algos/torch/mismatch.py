@@ -7,22 +7,16 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedModel,
-)
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -31,10 +25,14 @@ from rl_algos.rollouts.mismatch import (
     MismatchCase,
     MismatchGap,
     MismatchRows,
+    Side,
     TriedChange,
     bounded,
     mean_difference,
 )
+from rl_algos.tokenizer import load_tokenizer
+from rl_core.errors import ConfigError
+from rl_core.model_config import TokenizerConfig
 from rl_core.torch.files.language_part import KEY_MAPPING, read_language_config
 
 _log = logging.getLogger(__name__)
@@ -48,8 +46,11 @@ FEW_SAMPLED = 128
 ATTENTION = "mismatch"
 """Name of the attention function that changes can alter."""
 
-Logits = Callable[[Tensor, Tensor], Tensor]
-"""Returns logprobs `[sampled]` from logits `[sampled, vocab]`, float32, and the ids of the tokens that are there."""
+FAMILY_ERRORS = (ArithmeticError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
+"""Errors of a family's code for a change that it does not have."""
+
+BY_ROW = ("stale", "adapter", "prefix_cache", "stale_part")
+"""Causes that may be in some rows only, such as the rows of one replica."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,22 @@ class Scored:
 
     tokens: Tensor
     places: Tensor
+
+
+class Sampled(NamedTuple):
+    """Sampled tokens of some rows.
+
+    Attributes:
+        logits: Float32 `[sampled, vocab]`.
+        ids: Int64 `[sampled]`.
+        before: Int64 `[tokens]` for each of them, the tokens before it in its row.
+        starts: Number of tokens of its row's prompt.
+    """
+
+    logits: Tensor
+    ids: Tensor
+    before: Sequence[Tensor]
+    starts: Sequence[int]
 
 
 @dataclass
@@ -104,7 +121,7 @@ def _attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: 
 
 
 @contextmanager
-def attending(**change: Any) -> Iterator[None]:
+def _attending(**change: Any) -> Iterator[None]:
     """Alter attention by the fields of `AttentionChange`."""
     # The function of the interface has no other state.
     global _attention
@@ -113,6 +130,36 @@ def attending(**change: Any) -> Iterator[None]:
         yield
     finally:
         _attention = AttentionChange()
+
+
+@contextmanager
+def _replaced(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+    """Give weights of a model other values."""
+    held = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers())
+    own = {name: held[name].data for name in tensors}
+    try:
+        for name, tensor in tensors.items():
+            held[name].data = tensor
+        yield
+    finally:
+        for name, tensor in own.items():
+            held[name].data = tensor
+
+
+@contextmanager
+def _without(module: PreTrainedModel, number: int | None) -> Iterator[None]:
+    """Leave a layer of a model out, if a number is given."""
+    if number is None:
+        yield
+        return
+    # The layers are found by their name: families share it.
+    body: Any = getattr(module, module.base_model_prefix)
+    own = body.layers
+    body.layers = nn.ModuleList([each for place, each in enumerate(own) if place != number])
+    try:
+        yield
+    finally:
+        body.layers = own
 
 
 class MismatchModel:
@@ -128,7 +175,10 @@ class MismatchModel:
         generation: Float64 `[sampled]`, logprobs of the generator.
         policy: The same of the policy; None if they are not known.
         base: The same of this model with the configured sampling.
-        head_dtype: Dtype of the head; None for the dtype of the model.
+        row_of: Int64 `[sampled]`, row of each sampled token.
+        sampling: Settings of `filtered_logprobs` as they are configured.
+        vocab_size: Number of rows of the head.
+        is_tied: True if the head's weight is the embedding's.
     """
 
     def __init__(self, case: MismatchCase) -> None:
@@ -147,15 +197,18 @@ class MismatchModel:
         self.generation = self.rows.generation.values[is_sampled].astype(np.float64)
         self.policy = None if self.rows.policy is None else self.rows.policy.values[is_sampled].astype(np.float64)
         self.row_of = np.repeat(np.arange(len(self.scored)), [len(each.places) for each in self.scored])
-        self.head_dtype: torch.dtype | None = None
-        self._round_logits = False
+        self.sampling: dict[str, float] = {
+            name: getattr(case, name) for name in ("temperature", "top_k", "top_p", "min_p")
+        }
+        head, embedding = self.module.get_output_embeddings().weight, self.module.get_input_embeddings().weight
+        self.vocab_size, self.is_tied = len(head), head.data_ptr() == embedding.data_ptr()
+        self._head_dtype: torch.dtype | None = None
         self.base = self.logprobs()
         if self.policy is not None and self.dtype != torch.float32:
             # Trainers compute the head in the dtype of the model, or in float32.
-            with self.heading(torch.float32):
-                wide = self.logprobs()
+            wide = self.logprobs(head={"dtype": torch.float32})
             if mean_difference(wide, self.policy) < mean_difference(self.base, self.policy):
-                self.head_dtype, self.base = torch.float32, wide
+                self._head_dtype, self.base = torch.float32, wide
 
     def load(self, folder: str, dtype: torch.dtype | None = None) -> PreTrainedModel:
         """Load the language model of a folder in a dtype, by default the precision of the policy."""
@@ -206,54 +259,112 @@ class MismatchModel:
 
     @torch.inference_mode()
     def logprobs(
-        self, module: PreTrainedModel | None = None, logits: Logits | None = None, rows: Sequence[Scored] | None = None
+        self,
+        *,
+        rows: Sequence[Scored] | None = None,
+        sampling: Mapping[str, Any] | None = None,
+        logits: Callable[[Sampled], Tensor] | None = None,
+        **model: Any,
     ) -> np.ndarray:
         """Return float64 `[sampled]`.
 
         Args:
-            module: Model to compute with; the reference's own if not given.
-            logits: Function from logits to logprobs; the configured sampling if not given.
             rows: Rows to score; the recorded ones if not given.
+            sampling: Other values of arguments of `filtered_logprobs`.
+            logits: Function to other logits, `[sampled, any vocab]`.
+            model: Changes of the model, arguments of `_passes`.
         """
-        function = logits or self.sampling()
-        return np.concatenate([function(*found).double().cpu().numpy() for found in self.passes(module, rows)])
+        rows = self.scored if rows is None else rows
+        passes = self._few_passes if rows is self.few and not model else self._passes(rows, **model)
+        parts = [self.sampled_logprobs(logits(each) if logits else each.logits, each.ids, sampling) for each in passes]
+        return np.concatenate(parts)
 
-    def passes(
-        self, module: PreTrainedModel | None = None, rows: Sequence[Scored] | None = None
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield logits float32 `[sampled, vocab]` and ids `[sampled]` of several rows at a time."""
-        module, rows = module or self.module, self.scored if rows is None else rows
+    def sampled_logprobs(self, logits: Tensor, ids: Tensor, changes: Mapping[str, Any] | None = None) -> np.ndarray:
+        """Return float64 `[sampled]` from logits `[sampled, vocab]` by the configured sampling, or a changed one."""
+        return filtered_logprobs(logits, ids, **{**self.sampling, **(changes or {})}).double().cpu().numpy()
+
+    def left_of_few(self, **how: Any) -> float:
+        """Return what a change leaves of the gap on a few rows; infinity if the model does not have it."""
+        try:
+            found = self.logprobs(rows=self.few, **how)
+        except FAMILY_ERRORS:
+            return np.inf
+        return mean_difference(found, self.target[: len(found)])
+
+    @cached_property
+    def _few_passes(self) -> list[Sampled]:
+        return list(self._passes(self.few))
+
+    def _passes(
+        self,
+        rows: Sequence[Scored],
+        *,
+        module: PreTrainedModel | None = None,
+        dtype: torch.dtype | None = None,
+        fields: Mapping[str, Any] | None = None,
+        weights: Mapping[str, Tensor] | None = None,
+        without_layer: int | None = None,
+        attention: Mapping[str, Any] | None = None,
+        head: Mapping[str, Any] | None = None,
+    ) -> Iterator[Sampled]:
+        """Yield the sampled tokens of several rows at a time, from the model or a changed one.
+
+        Args:
+            rows: The rows.
+            module: Another model.
+            dtype: Dtype to load the model in.
+            fields: Fields of its config.
+            weights: Weights by name.
+            without_layer: Number of the layer that is left out.
+            attention: Fields of `AttentionChange`.
+            head: `dtype` and `weight` to compute the head with, and `is_rounded` for logits rounded to bfloat16.
+        """
+        if module is None:
+            module = self.load(self.case.model, dtype) if dtype else self.rebuilt(**fields) if fields else self.module
         start = 0
-        while start < len(rows):
-            end, longest = start, 0
-            while end < len(rows) and (
-                end == start or max(longest, len(rows[end].tokens)) * (end + 1 - start) <= MAX_PADDED
-            ):
-                longest, end = max(longest, len(rows[end].tokens)), end + 1
-            part = rows[start:end]
-            # Tokens after the end of a row change nothing before it.
-            ids = nn.utils.rnn.pad_sequence([each.tokens for each in part], batch_first=True).to(self.device)
-            number = torch.cat([torch.full_like(each.places, n) for n, each in enumerate(part)]).to(self.device)
-            place = torch.cat([each.places for each in part]).to(self.device)
-            with self._only(module, number, place - 1):
-                found = module(input_ids=ids, use_cache=False).logits[0]
-            yield found.float(), ids[number, place]
-            start = end
+        with _replaced(module, weights or {}), _without(module, without_layer), _attending(**attention or {}):
+            while start < len(rows):
+                end, longest = start, 0
+                while end < len(rows) and (
+                    end == start or max(longest, len(rows[end].tokens)) * (end + 1 - start) <= MAX_PADDED
+                ):
+                    longest, end = max(longest, len(rows[end].tokens)), end + 1
+                part = rows[start:end]
+                # Tokens after the end of a row change nothing before it.
+                ids = nn.utils.rnn.pad_sequence([each.tokens for each in part], batch_first=True).to(self.device)
+                number = torch.cat([torch.full_like(each.places, n) for n, each in enumerate(part)]).to(self.device)
+                place = torch.cat([each.places for each in part]).to(self.device)
+                with self._only(module, number, place - 1, **{"dtype": self._head_dtype, **(head or {})}):
+                    found = module(input_ids=ids, use_cache=False).logits[0].float()
+                before = [each.tokens[:place] for each in part for place in each.places.tolist()]
+                starts = [int(each.places[0]) for each in part for _ in each.places]
+                yield Sampled(found, ids[number, place], before, starts)
+                start = end
 
+    @staticmethod
     @contextmanager
-    def _only(self, module: PreTrainedModel, number: Tensor, place: Tensor) -> Iterator[None]:
-        """Have the head read only some hidden states, by row and place, in its present dtype."""
+    def _only(
+        module: PreTrainedModel,
+        number: Tensor,
+        place: Tensor,
+        *,
+        dtype: torch.dtype | None,
+        weight: Tensor | None = None,
+        is_rounded: bool = False,
+    ) -> Iterator[None]:
+        """Have the head read only some hidden states, by row and place."""
         head = cast("nn.Linear", module.get_output_embeddings())
 
         def before(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             return (inputs[0][number, place][None], *inputs[1:])
 
         def after(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-            dtype = self.head_dtype
-            if dtype is not None:
-                bias = None if head.bias is None else head.bias.to(dtype)
-                output = nn.functional.linear(inputs[0].to(dtype), head.weight.to(dtype), bias).float()
-            return output.bfloat16().float() if self._round_logits else output
+            if dtype is not None or weight is not None:
+                own = dtype or inputs[0].dtype
+                bias = None if head.bias is None else head.bias.to(own)
+                used = head.weight if weight is None else weight
+                output = nn.functional.linear(inputs[0].to(own), used.to(own), bias).float()
+            return output.bfloat16().float() if is_rounded else output
 
         handles = [head.register_forward_pre_hook(before), head.register_forward_hook(after)]
         try:
@@ -262,38 +373,24 @@ class MismatchModel:
             for handle in handles:
                 handle.remove()
 
-    @contextmanager
-    def heading(self, dtype: torch.dtype | None, *, round_logits: bool = False) -> Iterator[None]:
-        """Compute the head in another dtype, or round its logits to bfloat16."""
-        own = self.head_dtype
-        self.head_dtype, self._round_logits = dtype or own, round_logits
-        try:
-            yield
-        finally:
-            self.head_dtype, self._round_logits = own, False
-
-    def sampling(self, **changes: Any) -> Logits:
-        """Return the configured sampling with some other values; see `filtered_logprobs`."""
-        case = self.case
-        values = {"temperature": case.temperature, "top_k": case.top_k, "top_p": case.top_p, "min_p": case.min_p}
-        return lambda logits, ids: filtered_logprobs(logits, ids, **{**values, **changes})
-
     @cached_property
     def few(self) -> list[Scored]:
-        """The first rows, with `FEW_SAMPLED` sampled tokens or more."""
-        ends = np.cumsum([len(each.places) for each in self.scored])
-        return self.scored[: int(np.searchsorted(ends, FEW_SAMPLED)) + 1]
+        """The first rows, with `FEW_SAMPLED` sampled tokens in all."""
+        found, left = [], FEW_SAMPLED
+        for row in self.scored:
+            places = row.places[:left]
+            if len(places):
+                found.append(Scored(row.tokens[: int(places[-1]) + 1], places))
+                left -= len(places)
+        return found
 
     @cached_property
     def tokenizer(self) -> Any:
         """The tokenizer of the rows; None if it cannot be loaded."""
-        name = self.case.tokenizer.get("name") or self.case.tokenizer_of or self.case.model
         try:
-            tokenizer: Any = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-            tokenizer.chat_template = self.case.tokenizer.get("chat_template") or tokenizer.chat_template
-            return tokenizer
-        except (OSError, ValueError) as error:
-            _log.warning("%s has no tokenizer that can be loaded: %s", name, error)
+            return load_tokenizer(TokenizerConfig(**self.case.tokenizer), self.case.model)
+        except ConfigError as error:
+            _log.warning("changes of tokens cannot all be tried: %s", error)
             return None
 
     # The gap.
@@ -319,9 +416,7 @@ class MismatchModel:
         """The logprobs of the side that is off."""
         return self.policy if self.gap.side == "policy" and self.policy is not None else self.generation
 
-    def attempt(
-        self, cause: str, detail: str, found: np.ndarray, *, fitted: int = 0, by_row: bool = False
-    ) -> Iterator[TriedChange]:
+    def attempts(self, cause: str, detail: str, found: np.ndarray, fitted: int) -> Iterator[TriedChange]:
         """Yield what a change leaves of the gap, for each side that may be off.
 
         Args:
@@ -329,22 +424,16 @@ class MismatchModel:
             detail: The change, in words.
             found: Float64 `[sampled]`, logprobs with the change.
             fitted: Number of fitted values.
-            by_row: True if the change may be in some rows only, such as the rows of one replica.
         """
-        effect = found - self.base
         policy = self.base if self.policy is None else self.policy
-        sides = {"generator": self.generation - policy, "policy": policy - self.generation}
+        sides: dict[Side, np.ndarray] = {"generator": self.generation - policy, "policy": policy - self.generation}
         for side, off in sides.items():
-            if self.gap.side not in (side, "either"):
-                continue
-            left = bounded(np.abs(off - effect))
-            if by_row:
-                count = len(self.scored)
-                changed, own = (np.bincount(self.row_of, bounded(each), count) for each in (left, np.abs(off)))
-                mean = float(np.minimum(changed, own).sum() / len(left))
-            else:
-                mean = float(left.mean())
-            yield TriedChange(cause, detail, cast("Any", side), mean, fitted)
+            if self.gap.side in (side, "either"):
+                own, left = bounded(np.abs(off)), bounded(np.abs(off - (found - self.base)))
+                if cause in BY_ROW:
+                    is_better = np.bincount(self.row_of, own - left) > 0
+                    left = np.where(is_better[self.row_of], left, own)
+                yield TriedChange(cause, detail, side, float(left.mean()), fitted)
 
 
 def filtered_logprobs(

@@ -297,8 +297,9 @@ def _rows_of(
             continue
         columns["tokens"].append(np.asarray(table["token_id"][start:end], dtype=np.int32))
         columns["mask"].append(mask.astype(np.uint8))
-        columns["generation"].append(_floats(own["generation_logprob"]))
-        columns["policy"].append(_floats(own["logprob"]))
+        # None becomes NaN.
+        columns["generation"].append(np.array(own["generation_logprob"], dtype=np.float32))
+        columns["policy"].append(np.array(own["logprob"], dtype=np.float32))
         shown.append(prompts.get(int(key[start, 0]), ()))
     if not columns["tokens"]:
         return None
@@ -307,10 +308,6 @@ def _rows_of(
     return MismatchRows(
         made["tokens"], made["mask"], made["generation"], made["policy"] if is_known else None, tuple(shown)
     )
-
-
-def _floats(values: Sequence[float | None]) -> np.ndarray:
-    return np.array([np.nan if each is None else each for each in values], dtype=np.float32)
 
 
 def _report(sampled: SampledStep, plan: RunPlan) -> MismatchReport:
@@ -337,8 +334,7 @@ def _report(sampled: SampledStep, plan: RunPlan) -> MismatchReport:
             min_p=generation.min_p,
             older=sampled.older,
             has_adapters=policy.lora_cfg.enabled,
-            tokenizer={"name": policy.tokenizer.name, "chat_template": policy.tokenizer.template_text()},
-            tokenizer_of=sampled.model,
+            tokenizer=policy.tokenizer.model_dump(mode="json"),
             device="cuda" if device.runs_on_gpus else "cpu",
         )
         found: dict[str, Any] = {}
@@ -367,7 +363,7 @@ def _report(sampled: SampledStep, plan: RunPlan) -> MismatchReport:
         len(rows.tokens),
         gap,
         is_large,
-        findings if is_large else (),
+        findings,
         len(attempts),
         tuple(remarks),
     )
