@@ -91,10 +91,38 @@ def drifted(tensors):
         tensors[name] = tensor + 0.02 * torch.randn(tensor.shape, generator=random)
 
 
-def generated(engine, folder, suffix="", sampling=SAMPLING, precision="float32", alter=None):
+@pytest.fixture(scope="module", params=ENGINES)
+def engine(request, models):
+    """An engine with the dense model that is started once, and a function that starts one with another model."""
+    kind, settings = ENGINES[request.param]
+    with asyncio.Runner() as runner:
+
+        def started(folder):
+            model = ModelConfig(model_name=str(folder), max_total_sequence_length=128, precision="float32")
+            generator = kind(GenerationConfig(), settings(), model, Placement("cpu"))
+            runner.run(generator.start())
+            return generator
+
+        dense = started(models["dense"])
+
+        def generated(folder, suffix="", sampling=SAMPLING, alter=None):
+            own = dense if folder == models["dense"] and alter is None else started(folder)
+            if alter is not None:
+                alter(own)
+            try:
+                return runner.run(sampled(own, suffix, sampling))
+            finally:
+                if own is not dense:
+                    runner.run(own.close())
+
+        generated.name = request.param
+        yield generated
+        runner.run(dense.close())
+
+
+async def sampled(generator, suffix, sampling):
     """Sample rows with a real engine; `suffix` is added to its prompts and not recorded."""
     tokenizer = make_tokenizer()
-    kind, settings = ENGINES[engine]
     prompts = []
     for question in QUESTIONS:
         messages = [{"role": "user", "content": question}]
@@ -102,20 +130,10 @@ def generated(engine, folder, suffix="", sampling=SAMPLING, precision="float32",
         prompts.append(tokenizer.encode(text, add_special_tokens=False))
     added = tokenizer.encode(suffix, add_special_tokens=False)
 
-    async def sample():
-        model = ModelConfig(model_name=str(folder), precision=precision, max_total_sequence_length=128)
-        generator = kind(GenerationConfig(), settings(), model, Placement("cpu"))
-        await generator.start()
-        if alter is not None:
-            alter(generator)
-        try:
-            requests = [GenerationRequest(np.array([*each, *added], np.int32), sampling, 7) for each in prompts]
-            return await asyncio.gather(*map(generator.generate, requests))
-        finally:
-            await generator.close()
-
+    requests = [GenerationRequest(np.array([*each, *added], np.int32), sampling, 7) for each in prompts]
+    completions = await asyncio.gather(*map(generator.generate, requests))
     columns = {"tokens": [], "mask": [], "generation": []}
-    for prompt, completion in zip(prompts, asyncio.run(sample()), strict=True):
+    for prompt, completion in zip(prompts, completions, strict=True):
         none = np.zeros(len(prompt), np.float32)
         columns["tokens"].append(np.array([*prompt, *completion.token_ids], np.int32))
         columns["mask"].append(np.array([*none, *np.ones(len(completion.token_ids))], np.uint8))
@@ -180,20 +198,19 @@ PLANTED = (
 )
 
 
-@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("fault", PLANTED)
 def test_the_planted_fault_is_found_first(tmp_path, models, engine, fault):
     dense, experts, older = models["dense"], models["experts"], models["older"]
-    model, served, sampled, case = dense, dense, {}, {}
+    model, served, how, case = dense, dense, {}, {}
     expected = {"filter of one": "top_p", "trailing space": "prompt"}.get(fault, fault.replace(" ", "_"))
     before = (OlderWeights("the weights before step 4", str(older)),)
     if fault in ("temperature", "top_p", "top_k", "min_p"):
         value = {"temperature": 0.75, "top_p": 0.87, "top_k": 9, "min_p": 0.05}[fault]
-        sampled = {"sampling": replace(SAMPLING, **{fault: value})}
+        how = {"sampling": replace(SAMPLING, **{fault: value})}
     elif fault == "filter of one":
         case = {"top_p": 0.85}
     elif fault == "trailing space":
-        sampled = {"suffix": " "}
+        how = {"suffix": " "}
     elif fault in ("stale adapter", "stale weights"):
         served, case = older, {"older": before, "has_adapters": fault == "stale adapter"}
         expected = "adapter" if fault == "stale adapter" else "stale"
@@ -208,15 +225,14 @@ def test_the_planted_fault_is_found_first(tmp_path, models, engine, fault):
     elif fault == "tied head":
         served = changed(dense, weights=tie)
     else:
-        if engine == "vllm":
+        if engine.name == "vllm":
             pytest.skip("its head has the dtype of its model")
-        sampled, expected = {"alter": head_in_bfloat16}, "head_dtype"
-    gap, (first, *others) = causes(tmp_path, model, generated(engine, served, **sampled), **case)
+        how, expected = {"alter": head_in_bfloat16}, "head_dtype"
+    gap, (first, *others) = causes(tmp_path, model, engine(served, **how), **case)
     assert first.cause == expected, (gap, first, others[:4])
     assert first.closed > 0.8
 
 
-@pytest.mark.parametrize("engine", ENGINES)
 def test_engines_without_a_fault_have_no_gap(tmp_path, models, engine):
-    gap, _ = causes(tmp_path, models["dense"], generated(engine, models["dense"]))
+    gap, _ = causes(tmp_path, models["dense"], engine(models["dense"]))
     assert gap.mean < 1e-5
