@@ -83,3 +83,43 @@ def test_what_has_changed_is_named_at_its_stage(tmp_path, rl):
     assert corrupted.code == 1, corrupted.output
     assert "first difference, in rollouts of step 4: text of rollout 0" in corrupted.output
     assert len(lines_of(folder)) == 4
+
+
+LOOK = """
+import json
+from pathlib import Path
+
+
+def look(step, variables):
+    batch, groups = variables["batch"], variables["groups"]
+    found = {"step": step, "groups": len(groups), "rows": len(batch), "advantages": "advantages" in batch}
+    Path(__file__).with_suffix(".json").write_text(json.dumps(found))
+"""
+
+
+@exhaustive
+def test_a_step_stops_at_a_stage_is_profiled_and_is_made_of_one_row(tmp_path, rl):
+    folder, look = tmp_path / "run", tmp_path / "look.py"
+    look.write_text(LOOK)
+    done = rl("train", *RUNS["grpo"], *SMALL, f"run_dir={folder}")
+    assert done.code == 0, done.output
+
+    again = rl("replay", f"{folder}:4", "--break", f"advantages={look}:look", "--profile", "--json")
+    assert again.code == 0, again.output
+    assert json.loads(look.with_suffix(".json").read_text()) == {"step": 4, "groups": 4, "rows": 16, "advantages": True}
+    report = json.loads(again.output[again.output.index("{\n") :])
+    assert report["first"] is None
+    assert any(path.endswith("policy-0.torch.json.gz") for path in report["profiles"])
+
+    rows = [json.loads(line) for line in (folder / "rollouts/step_4.jsonl").read_text().splitlines()]
+    # The step makes two updates. In the first of them, the ratio to the policy before the step is 1.
+    number = next(place for place, row in enumerate(rows[:8]) if row["advantage"])
+    alone = rl("replay", f"{folder}:4", "--row", str(number), "--json")
+    assert alone.code == 0, alone.output
+    report = json.loads(alone.output[alone.output.index("{\n") :])
+    assert report["first"]["name"] == "loss"
+    (made,) = (row for row in lines_of(tmp_path / report["folder"]) if row["step"] == 4)
+    assert made["train/loss"] == pytest.approx(-rows[number]["advantage"] / 2, rel=1e-4)
+    beyond = rl("replay", f"{folder}:4", "--row", "16")
+    assert beyond.code == 2
+    assert "--row 16: there is no such row; the step has the rollouts 0 to 15" in beyond.output
