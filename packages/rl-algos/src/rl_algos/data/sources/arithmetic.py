@@ -40,9 +40,6 @@ class ArithmeticPreferenceSettings(ArithmeticSettings):
 
     max_error: int = Field(default=9, ge=1)
     """Largest distance of the wrong answer from the right one."""
-    num_errors: int = Field(default=1, ge=1, le=1000)
-    """Wrong answers that each sum gets, in rows of their own: a reward model that sees only one of a sum knows it by
-    heart."""
 
 
 def load(settings: Mapping[str, Any], split: str) -> list[dict[str, Any]]:
@@ -85,7 +82,7 @@ def load_preferences(settings: Mapping[str, Any], split: str) -> list[dict[str, 
     the same sums as the dataset `arithmetic`; see `load` for the errors.
     """
     config = ArithmeticPreferenceSettings.model_validate(dict(settings))
-    rows = load(config.model_dump(exclude={"max_error", "num_errors"}), split) * config.num_errors
+    rows = load(config.model_dump(exclude={"max_error"}), split)
     # Each row gets a number below the count of signed errors, which follows from the seed.
     drawn = permutation(len(rows), config.seed, 2) % (2 * config.max_error)
     errors = np.where(drawn < config.max_error, drawn + 1, config.max_error - 1 - drawn)
