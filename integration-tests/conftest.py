@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,9 @@ from rl_core.testing.documents import add_to_hub
 from rl_core.testing.exhaustive import pytest_configure
 
 __all__ = ["commands", "pytest_configure", "worked"]
+
+# Its cases are exhaustive and need all packages with their engines in one environment: `uv sync --group cpu`.
+collect_ignore = [] if find_spec("vllm") else ["test_mismatch_doctor.py"]
 
 LONGEST_FIRST = (
     "test_quickstart",
