@@ -145,7 +145,7 @@ def start_of(values: Sequence[float]) -> Sequence[float]:
 
 
 def end_of(values: Sequence[float]) -> Sequence[float]:
-    """The values of the last steps."""
+    """Return the values of the last steps."""
     return values[-WINDOW:]
 
 

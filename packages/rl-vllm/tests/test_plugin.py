@@ -19,14 +19,15 @@ from rl_vllm.config import OWNED_ARGUMENTS
 DEFAULTS = VllmConfig()
 
 
-def problems(model_name: str = "model", **settings: object) -> dict[str, Problem]:
+def problems(model_name: str = "model", device: str = "auto", **settings: object) -> dict[str, Problem]:
     vllm_cfg = settings.pop("vllm_cfg", VllmConfig())
     kind = assemble("Generation", {"vllm_cfg": VllmConfig}, base=GenerationConfig)
     generation = kind.model_validate({**settings, "vllm_cfg": vllm_cfg})
     section = SimpleNamespace(
         generation=generation, model_name=model_name, hf_config_overrides={}, max_total_sequence_length=1024
     )
-    return {problem.key: problem for check in PLUGIN.checks for problem in check(section, None)}
+    config = SimpleNamespace(cluster=SimpleNamespace(device=device))
+    return {problem.key: problem for check in PLUGIN.checks for problem in check(section, config)}
 
 
 def test_the_plugin_is_found_and_counts_ranks() -> None:
@@ -101,6 +102,16 @@ def test_ranks_that_do_not_divide_the_heads_of_a_model_on_this_machine_are_a_pro
     problem = found["generation.vllm_cfg.tensor_parallel_size"]
     assert problem.got == 3
     assert "4 attention heads" in problem.reason
+
+
+def test_engines_that_share_experts_need_gpus() -> None:
+    engines = VllmConfig(data_parallel_size=2)
+    for device in ("auto", "cuda"):
+        assert problems(device=device, vllm_cfg=engines) == {}
+    for device in ("cpu", "rehearsal"):
+        assert (
+            "is for GPUs" in problems(device=device, vllm_cfg=engines)["generation.vllm_cfg.data_parallel_size"].reason
+        )
 
 
 def test_temperatures_that_vllm_changes_or_refuses_are_problems() -> None:
