@@ -38,7 +38,8 @@ def problems(folder: Path, quantization: QuantizationConfig, precision: str = "b
         precision=precision,
         max_total_sequence_length=64,
     )
-    return {problem.key: problem for check in PLUGIN.checks for problem in check(section, None)}
+    config = SimpleNamespace(cluster=SimpleNamespace(device="auto"))
+    return {problem.key: problem for check in PLUGIN.checks for problem in check(section, config)}
 
 
 @pytest.mark.parametrize("argument", ["quantization", "quantization_config"])
