@@ -251,6 +251,10 @@ def test_what_cannot_be_a_server_is_refused(command):
         _ = ToolEnvironment([MCPServer(command), MCPServer(command)], score).tools
 
 
+def test_an_address_is_shown_without_what_may_be_a_key():
+    assert str(MCPServer(url="http://me:secret@host:80/secret?key=secret")) == "the MCP server host:80"
+
+
 def test_a_server_by_url_is_the_librarys(tmp_path):
     with closing(socket.socket()) as free:
         free.bind(("127.0.0.1", 0))

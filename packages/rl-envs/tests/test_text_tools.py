@@ -23,7 +23,7 @@ from rl_envs.sandbox.program import Limits
 from rl_envs.sandbox.sandbox import Sandbox, SandboxUnavailable
 from rl_envs.sandbox.session import Session
 from rl_envs.text_tools.calculator import calculate
-from rl_envs.text_tools.environment import Corpus, TextToolsEnvironment
+from rl_envs.text_tools.environment import MAX_ANSWER, Corpus, RetrievalServer, TextToolsEnvironment
 from rl_envs.text_tools.plugin import PLUGIN, TextToolsConfig
 
 LONG_S = 120.0
@@ -145,6 +145,17 @@ def test_a_function_gives_the_documents_of_a_corpus() -> None:
     assert corpus.num_documents == len(facts()) == 720
 
 
+HOSTILE = {
+    "nothing": b"{}",
+    "no JSON": b"{",
+    "deep": b"[" * 200_000,
+    "huge": b"[" + b" " * MAX_ANSWER + b"]",
+    "no list": b'{"result": [5]}',
+    "no document": b'{"result": [[5]]}',
+    "no text": b'{"result": [[{"text": 5}]]}',
+}
+
+
 @pytest.fixture
 def retrieval_server() -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """A server with the answers of Search-R1's, and the requests that it got."""
@@ -154,7 +165,8 @@ def retrieval_server() -> Iterator[tuple[str, list[dict[str, Any]]]]:
         def do_POST(self) -> None:
             asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
             found = [{"document": {"contents": '"Paris"\nThe capital of France.'}, "score": 1.0}, {"text": "Bread."}]
-            body = json.dumps({"result": [found]} if "bad" not in asked[-1]["queries"] else {}).encode()
+            [query] = asked[-1]["queries"]
+            body = HOSTILE.get(query, json.dumps({"result": [found]}).encode())
             self.send_response(200)
             self.end_headers()
             self.wfile.write(body)
@@ -174,8 +186,16 @@ def test_a_retrieval_server_answers_searches(retrieval_server: tuple[str, list[d
     [result] = _play(TextToolsEnvironment(config), ["<think>Hm</think><search> capital of France </search>"])
     assert asked == [{"queries": ["capital of France"], "topk": 2, "return_scores": False}]
     assert _said(result) == "<information>\nParis\nThe capital of France.\n\nBread.\n</information>"
-    with pytest.raises(InfrastructureFailed, match="has no answer"):
-        _play(TextToolsEnvironment(config), ["<search>bad</search>"])
+
+
+@pytest.mark.parametrize("query", HOSTILE)
+def test_a_hostile_retrieval_server_fails_the_search(
+    retrieval_server: tuple[str, list[dict[str, Any]]], query: str
+) -> None:
+    with pytest.raises(InfrastructureFailed, match=r"^the retrieval server 127.0.0.1:\d+ has no answer") as found:
+        RetrievalServer(f"{retrieval_server[0]}?key=secret").search(query, 3)
+    assert len(str(found.value)) < 500
+    assert "secret" not in str(found.value)
 
 
 @pytest.mark.parametrize(("text", "says"), [("{}", ":1: a document"), ("[", ":1:"), ("", "no documents")])

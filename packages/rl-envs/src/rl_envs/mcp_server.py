@@ -15,6 +15,7 @@ import threading
 from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
 from typing import Any
+from urllib.parse import urlsplit
 
 from rl_core import ServerFailed
 from rl_envs.sandbox.config import SandboxConfig
@@ -100,7 +101,9 @@ class MCPServer:
         self._opened: Sandbox | None = None
 
     def __str__(self) -> str:
-        return f"the MCP server {textwrap.shorten(self.url or ' '.join(self.command), 100)}"
+        # The path and the query of an address may hold a key.
+        place = urlsplit(self.url).netloc.rpartition("@")[2] if self.url else " ".join(self.command)
+        return f"the MCP server {textwrap.shorten(place, 100)}"
 
     async def schemas(self) -> list[Mapping[str, Any]]:
         """Return the schemas of the tools; a server by command is started for it.

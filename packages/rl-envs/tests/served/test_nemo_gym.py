@@ -1,5 +1,6 @@
 """Resources servers of NeMo Gym: tasks, sessions by cookies, tools, gradings, and hostile servers."""
 
+import asyncio
 import json
 import re
 from pathlib import Path
@@ -229,6 +230,16 @@ def test_rows_and_servers_are_checked_before_the_run(tmp_path):
         assert check_machine(config) == ""
     with served([]) as url:
         assert "is not a resources server of NeMo Gym (HTTP 404)" in check_machine(NeMoGymConfig(url=url))
+
+
+def test_a_server_that_never_begins_a_task_is_refused_before_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr("rl_envs.served.nemo_gym.CHECK_S", 0.2)
+
+    async def hang(request):
+        await asyncio.sleep(60)
+
+    with served([web.post("/seed_session", hang)]) as url, pytest.raises(ConfigError, match="has not begun a task"):
+        load({"data_path": tasks_file(tmp_path, TASK), "url": url}, "train")
 
 
 def test_recorded_sessions_of_nemo_gym_are_played_as_they_were():

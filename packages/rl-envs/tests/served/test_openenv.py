@@ -271,6 +271,30 @@ def test_keys_are_sent_and_never_shown():
         OpenEnvConfig(url="localhost:8000")
 
 
+def test_redirects_do_not_lead_keys_to_another_server():
+    seen = []
+
+    async def steal(request):
+        seen.append(dict(request.headers))
+        raise web.HTTPForbidden
+
+    async def schema(request):
+        return web.json_response(SCHEMA)
+
+    with served([web.get("/ws", steal)]) as other:
+
+        async def redirect(request):
+            raise web.HTTPFound(f"{other}/ws")
+
+        with served([web.get("/ws", redirect), web.get("/schema", schema)]) as url:
+            [failure] = play(OpenEnvEnvironment(OpenEnvConfig(url=url, headers={"X-Key": "secret"})), "1")
+    assert not seen
+    assert (failure.fault, failure.reason) == (
+        "raised",
+        f"the server {url} redirects, which is not followed because the headers must not go elsewhere",
+    )
+
+
 def test_another_server_is_refused_before_the_run():
     with served([]) as url:
         assert "is not a server of OpenEnv: it has no schema of actions (HTTP 404)" in check_machine(

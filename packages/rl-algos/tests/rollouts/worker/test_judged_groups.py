@@ -35,14 +35,14 @@ class Engine:
 
     num_ranks = 1
 
-    def __init__(self, text=""):
-        self.text, self.requests = text, []
+    def __init__(self, text="", stop_reason="stop"):
+        self.text, self.stop_reason, self.requests = text, stop_reason, []
 
     async def generate(self, request):
         self.requests.append(request)
         text = self.text or "1234"[request.seed % 4]
         tokens = np.array(TOKENIZER.encode(text + END, add_special_tokens=False), np.int32)
-        return Completion(tokens, np.zeros(len(tokens), np.float32), "stop", (WeightSpan(1, len(tokens)),))
+        return Completion(tokens, np.zeros(len(tokens), np.float32), self.stop_reason, (WeightSpan(1, len(tokens)),))
 
     async def start(self):
         pass
@@ -203,6 +203,17 @@ def test_an_engine_answers_within_the_form_and_special_tokens_of_a_question_are_
         "leave no room for the 40 of judges.critic.max_new_tokens within policy.max_total_sequence_length (400)"
         in long.failure
     )
+
+
+def test_a_question_that_cannot_be_written_and_an_answer_without_an_end_are_failures(make_worker):
+    worker = make_worker(JudgingSpec(engines=(engine_spec("critic"),)), Judges(), engine="right")
+    half = asyncio.run(worker.answer("critic", Question(({"role": "user", "content": "\ud83d"},))))
+    assert half.is_final
+    assert half.failure.startswith("the question cannot be written for ")
+    worker._generator.stop_reason = "length"
+    cut = asyncio.run(worker.answer("critic", Question(({"role": "user", "content": "is 4 right?"},))))
+    assert (cut.text, cut.failure, cut.is_final) == ("", "the answer ended at max_new_tokens=40", False)
+    assert cut.num_tokens > 5
 
 
 def test_engines_join_with_the_version_of_their_weights(make_worker, monkeypatch):

@@ -75,7 +75,7 @@ class SandboxFusion:
             request = urllib.request.Request(self._url, body, self._headers)
             try:
                 with self._opener.open(request, timeout=max(0.1, until - time.monotonic())) as response:
-                    return json.loads(_read_within(response, max_bytes, until))
+                    return json.loads(read_within(response, max_bytes, until))
             except urllib.error.HTTPError as error:
                 is_busy, reason = error.code in _BUSY, f"HTTP {error.code} {error.reason}"
             except urllib.error.URLError as error:
@@ -110,7 +110,17 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
         return None
 
 
-def _read_within(response: Any, max_bytes: int, until: float) -> bytes:
+def read_within(response: Any, max_bytes: int, until: float) -> bytes:
+    """Return the body of a response.
+
+    Args:
+        response: Response of `urllib`.
+        max_bytes: Maximum number of bytes.
+        until: Time of `time.monotonic` at which it must have ended.
+
+    Raises:
+        ValueError, TimeoutError: If it is longer, or takes longer.
+    """
     received = bytearray()
     while chunk := response.read1(2**20):
         received += chunk

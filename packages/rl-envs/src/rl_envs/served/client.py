@@ -150,6 +150,8 @@ class EnvironmentServer:
 
     def _opened(self) -> aiohttp.ClientSession:
         if self._session is None:
+            traced = aiohttp.TraceConfig()
+            traced.on_request_redirect.append(self._refuse_redirect)
             self._session = aiohttp.ClientSession(
                 # Each conversation has cookies of its own.
                 cookie_jar=aiohttp.DummyCookieJar(),
@@ -157,8 +159,13 @@ class EnvironmentServer:
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
                 # A small body could unpack to any size.
                 auto_decompress=False,
+                trace_configs=[traced],
             )
         return self._session
+
+    async def _refuse_redirect(self, *_: Any) -> None:
+        """Refuse the redirect of a session, which `ws_connect` would follow with the headers."""
+        raise WrongAnswer(f"{self} redirects, which is not followed because the headers must not go elsewhere")
 
     def _at(self, path: str) -> str:
         return urlunsplit(self._url._replace(path=self._url.path.rstrip("/") + path, fragment=""))

@@ -283,8 +283,12 @@ async def _starts(url: str, headers: Mapping[str, str], tasks: Sequence[Mapping[
 
     async def start(task: Mapping[str, Any]) -> str:
         async with room:
-            play = await begun(server, task)
-            await play.close()
+            try:
+                async with asyncio.timeout(CHECK_S):
+                    play = await begun(server, task)
+                    await play.close()
+            except TimeoutError:
+                raise ServerUnreachable(f"{server} has not begun a task within {CHECK_S:g} s") from None
             return play.start
 
     try:

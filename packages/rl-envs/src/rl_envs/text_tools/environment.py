@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import re
 import sqlite3
+import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from rl_core import resolve
 from rl_core.errors import DataError, InfrastructureFailed
@@ -17,6 +20,7 @@ from rl_core.rollouts.environment import Conversation, StepResult, ToolCall
 from rl_core.rollouts.rollout import Message
 from rl_envs.math.extraction import extract, known_answers
 from rl_envs.math.verdict import is_correct
+from rl_envs.sandbox.remote import read_within
 from rl_envs.sandbox.sandbox import Sandbox, machine_problem
 from rl_envs.sandbox.session import Session
 from rl_envs.text_tools.calculator import calculate
@@ -159,6 +163,8 @@ MAX_WORDS = 32
 """Maximum number of words of a query that count."""
 TIMEOUT_S = 60.0
 """Timeout in seconds of a request to a retrieval server."""
+MAX_ANSWER = 4 * 2**20
+"""Maximum number of bytes of an answer of a retrieval server."""
 
 
 class Corpus:
@@ -211,6 +217,8 @@ def _document(place: str, row: Any) -> tuple[str, str]:
         if "contents" in found:
             title, _, text = found["contents"].partition("\n")
             return title.strip('"'), text
+        if not isinstance(found["text"], str):
+            raise TypeError
         return str(found.get("title") or ""), found["text"]
     except (AttributeError, KeyError, TypeError):
         raise DataError(f"{place}: a document must be an object with `text`, got {row!r:.60}") from None
@@ -225,6 +233,8 @@ class RetrievalServer:
 
     def __init__(self, url: str) -> None:
         self._url = url
+        # The path and the query of an address may hold a key.
+        self._shown = f"the retrieval server {urlsplit(url).netloc.rpartition('@')[2]}"
 
     def search(self, query: str, num_results: int) -> list[tuple[str, str]]:
         """Return title and text of the documents, in the order of the server.
@@ -236,10 +246,10 @@ class RetrievalServer:
         request = urllib.request.Request(self._url, body, {"Content-Type": "application/json"})
         try:
             with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
-                [found] = json.load(answer)["result"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise InfrastructureFailed(f"the retrieval server {self._url} has no answer: {error!r}") from None
-        return [_document(self._url, each) for each in found[:num_results]]
+                [found] = json.loads(read_within(answer, MAX_ANSWER, time.monotonic() + TIMEOUT_S))["result"]
+            return [_document(self._shown, each) for each in found[:num_results]]
+        except (OSError, HTTPException, ValueError, KeyError, TypeError, RecursionError, DataError) as error:
+            raise InfrastructureFailed(f"{self._shown} has no answer: {error!r:.300}") from None
 
 
 def check_machine(config: TextToolsConfig) -> str:

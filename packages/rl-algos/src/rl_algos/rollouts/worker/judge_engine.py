@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from jinja2 import TemplateError
 
-from rl_algos.judges.answers import JudgeAnswer
+from rl_algos.judges.answers import REDRAW_TEMPERATURE, JudgeAnswer, one_line
 from rl_algos.rollouts.worker.chat import Chat
 from rl_algos.tokenizer import encode_prompt, load_tokenizer
 from rl_core.errors import ConfigError, DataError, RequestRefused
@@ -18,9 +18,6 @@ from rl_core.rollouts.interruption import generate_whole
 from rl_core.rollouts.judging import Question
 from rl_core.rollouts.program import AnswerForm
 from rl_core.rollouts.thoughts import PROMPT_END, final_text, opened_by
-
-REDRAW_TEMPERATURE = 1.0
-"""Minimum temperature of a second answer to a question: a greedy one would be the first again."""
 
 
 @dataclass(frozen=True)
@@ -81,8 +78,10 @@ class EngineJudge:
             if question.form is not None:
                 form = AnswerForm(json.dumps(question.form))
                 grammar = await asyncio.to_thread(self._chat.grammar, form, tokens)
-        except (ConfigError, DataError, TemplateError, ValueError) as error:
-            return JudgeAnswer(failure=f"the question cannot be written for {spec.model_name}: {error}", is_final=True)
+        # Tokenizers raise a TypeError for half of a surrogate pair, which a row may have.
+        except (ConfigError, DataError, TemplateError, TypeError, ValueError) as error:
+            reason = f"the question cannot be written for {spec.model_name}: {one_line(str(error))}"
+            return JudgeAnswer(failure=reason, is_final=True)
         if len(tokens) + spec.max_new_tokens > spec.max_tokens:
             section = f"judges.{spec.name}" if spec.engine else "policy"
             limit = f"{section}.max_total_sequence_length ({spec.max_tokens})"
@@ -100,6 +99,11 @@ class EngineJudge:
             completion = await generate_whole(self._generator.generate, request)
         except RequestRefused as error:
             return JudgeAnswer(failure=str(error), is_final=True)
+        num_tokens = len(tokens) + len(completion.token_ids)
+        if completion.stop_reason == "length":
+            return JudgeAnswer(
+                num_tokens=num_tokens, failure=f"the answer ended at max_new_tokens={spec.max_new_tokens}"
+            )
         text = self._chat.read(completion.token_ids).text
         opened = opened_by(self._chat.shown(tokens[-PROMPT_END:]))
-        return JudgeAnswer(final_text(text, opened), len(tokens) + len(completion.token_ids))
+        return JudgeAnswer(final_text(text, opened), num_tokens)
