@@ -116,4 +116,4 @@ def test_turns_allow_every_move_of_the_tiny_puzzles():
 def test_grpo_code_runs_programs_in_a_sandbox_of_the_strongest_kind():
     config = read_plan("grpo-code").config
     assert config.env.code.sandbox.isolation == "namespaces"
-    assert {each.dataset_name for each in config.data.train_datasets} == {"code_problems"}
+    assert {each.processor for each in config.data.train_datasets} == {"apps"}

@@ -1,4 +1,4 @@
-"""Rows of a training dataset that are held out to validate on."""
+"""Rows of a dataset that `where` selects, or that are held out to validate on."""
 
 import json
 
@@ -77,3 +77,51 @@ def test_a_size_of_0_holds_out_no_rows():
         {"train": {"data_path": "a.jsonl", "split_validation_size": 0}}
     ).train_datasets
     assert dataset.split_validation_size is None
+
+
+def levels(tmp_path, where, **keys):
+    path = tmp_path / "a.jsonl"
+    rows = ({"messages": f"{index}?", "level": index % 3, "about": {"name": "xy"[index % 2]}} for index in range(12))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return DataConfig.model_validate({"train": {"data_path": str(path), "where": where, **keys}})
+
+
+@pytest.mark.parametrize(
+    ("where", "selected"),
+    [
+        ({"level": 2}, [2, 5, 8, 11]),
+        ({"level": "2"}, [2, 5, 8, 11]),
+        ({"level": [0, 2], "about.name": "x"}, [0, 2, 6, 8]),
+    ],
+)
+def test_where_selects_rows_by_their_values(tmp_path, where, selected):
+    assert numbers(levels(tmp_path, where), "train") == [selected]
+    held_out = levels(tmp_path, where, split_validation_size=2)
+    [train], [validation] = numbers(held_out, "train"), numbers(held_out, "validation")
+    assert len(validation) == 2
+    assert sorted(train + validation) == selected
+
+
+def test_where_reports_a_line_that_cannot_be_read(tmp_path):
+    config = levels(tmp_path, {"level": 2})
+    with (tmp_path / "a.jsonl").open("a") as file:
+        file.write("{\n")
+    with pytest.raises(DataError, match=r"a\.jsonl, line 13"):
+        load_datasets(config, "train")
+
+
+@pytest.mark.parametrize(
+    ("where", "says"),
+    [
+        ({"level": 7}, r"no row of .* has the values of `where`, .*There, level is 0, 1, 2"),
+        ({"levels": 1}, r"line 1: `where`: no column 'levels'; did you mean level"),
+    ],
+)
+def test_where_that_selects_nothing_is_refused(tmp_path, where, says):
+    with pytest.raises(DataError, match=says):
+        load_datasets(levels(tmp_path, where), "train")
+
+
+def test_where_needs_all_rows():
+    with pytest.raises(ValueError, match=r"train\.where: got \{"a": 1\}: needs all rows"):
+        DataConfig.model_validate({"train": {"dataset_name": "o/n", "where": {"a": 1}, "streaming": True}})

@@ -207,6 +207,58 @@ ANSWERED = {
         "Two.",
         purpose="validation",
     ),
+    "di-zhang-fdu/AIME_1983_2024": Case(
+        "AIME_Dataset_1983_2024.csv",
+        [{"ID": "1983-1", "Year": 1983, "Problem Number": 1, "Question": "1+1?", "Answer": "60", "Part": None}],
+        "1+1?",
+        "60",
+        purpose="validation",
+    ),
+    "evalplus/humanevalplus": Case(
+        "data/test-00000-of-00001-5973903632b82d40.parquet",
+        [
+            {
+                "task_id": "HumanEval/0",
+                "prompt": "def f(a):\n",
+                "canonical_solution": "    return a",
+                "entry_point": "f",
+                "test": "def check(c):\n    assert c(2) == 2",
+            }
+        ],
+        "Complete this Python code:\n```python\ndef f(a):\n```",
+        split="test",
+        purpose="validation",
+    ),
+    "evalplus/mbppplus": Case(
+        "data/test-00000-of-00001-d5781c9c51e02795.parquet",
+        [
+            {
+                "task_id": 2,
+                "code": "def f(a): ...",
+                "prompt": "Twice.",
+                "source_file": "a",
+                "test_imports": ["import math"],
+                "test_list": ["assert f(2) == 4"],
+                "test": "assert f(3) == 6",
+            }
+        ],
+        "Twice.\nYour code should pass these tests:\nassert f(2) == 4",
+        split="test",
+        purpose="validation",
+    ),
+    "google/IFEval": Case(
+        "ifeval_input_data.jsonl",
+        [
+            {
+                "key": 1000,
+                "prompt": "Write without commas.",
+                "instruction_id_list": ["punctuation:no_comma"],
+                "kwargs": [{"num_words": None}],
+            }
+        ],
+        "Write without commas.",
+        purpose="validation",
+    ),
     "math-ai/aime25": Case(
         "test.jsonl", [{"problem": "1+1?", "answer": "70", "id": "0"}], "1+1?", "70", split="test", purpose="validation"
     ),
@@ -505,7 +557,7 @@ def test_the_name_alone_is_enough(downloads, name, case, default):
     check(example, case)
     known = DATASETS.get(name) if default is by_keys else None
     if known and known.environment:
-        assert dataset.environments() == {"math": f"{name}:{case.purpose}:0"}
+        assert dataset.environments() == {known.environment: f"{name}:{case.purpose}:0"}
 
 
 @pytest.mark.parametrize(("name", "case", "default"), CASES)
@@ -519,7 +571,14 @@ def test_the_file_itself_loads_with_the_processor(tmp_path, name, case, default)
 @pytest.mark.parametrize("name", [name for name, known in DATASETS.items() if known.processor == "math_problem"])
 def test_keys_of_the_user_win_over_what_is_known(downloads, name):
     case = ANSWERED[name]
-    names = {"problem": "asked", "question": "asked", "Problem": "asked", "answer": "said", "Answer": "said"}
+    names = {
+        "problem": "asked",
+        "question": "asked",
+        "Problem": "asked",
+        "Question": "asked",
+        "answer": "said",
+        "Answer": "said",
+    }
     rows = [{names.get(key, key): value for key, value in row.items()} for row in case.rows]
     download(downloads, name, Case(case.file, rows, "", split=case.split, subset=case.subset))
     mapping = {"dataset_name": name, "columns": {"problem": "asked", "answer": "said"}, "env_name": "reward.py:score"}

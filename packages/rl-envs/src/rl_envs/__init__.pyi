@@ -1,7 +1,6 @@
 from rl_envs.calculations import CalculationsSettings as CalculationsSettings
 from rl_envs.code.environment import CodeEnvironment as CodeEnvironment
 from rl_envs.code.plugin import CodeConfig as CodeConfig
-from rl_envs.code.plugin import CodeProblemsSettings as CodeProblemsSettings
 from rl_envs.games.number_games import GuessNumber as GuessNumber
 from rl_envs.games.plugin import GuessNumberConfig as GuessNumberConfig
 from rl_envs.games.plugin import GuessNumberSettings as GuessNumberSettings

@@ -72,6 +72,9 @@ class DatasetConfig(Config):
 
     For a folder: the files whose names start with it; all of them if unset.
     """
+    where: dict[str, Any] = {}
+    """Read only the rows whose columns have these values, or one of several: `{level: 5}`, `{year: [2023, 2024]}`.
+    Values are compared as text."""
     streaming: bool = False
     """Stream a training dataset from the hub without downloading it, because it does not fit on the disk. Rows are
     shuffled within blocks of `shuffle_buffer`, and only steps limit the run."""
@@ -335,6 +338,8 @@ def _held_out_problems(data: DataConfig) -> list[Problem]:
         if is_streamed and is_validation:
             remedy = "Use a split that fits into memory, such as test[:1000]"
             problems.append(Problem(f"{at}.streaming", "is for training datasets only", got=True, remedy=remedy))
+        elif dataset.where and is_streamed:
+            problems.append(Problem(f"{at}.where", one_by_one, got=dataset.where, remedy="Remove one of the two"))
         elif dataset.pass_rate is not None and (is_validation or is_streamed):
             reason = "is for training datasets only; validation would score a selection of its rows"
             remedy = "Remove this key" if is_validation else "Remove one of the two"

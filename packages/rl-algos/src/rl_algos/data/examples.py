@@ -341,7 +341,8 @@ def open_datasets(
             rows = DataRows.named(first, f"{settings.source} ({settings.split or split})")
         else:
             rows = arranged(load_rows(settings, split), settings)
-        yield OpenDataset(name, settings, rows, _rows_for(purpose, settings, len(rows)), convert, source)
+        numbers = _rows_for(purpose, settings, _matching(rows, settings))
+        yield OpenDataset(name, settings, rows, numbers, convert, source)
 
 
 def _dataset(opened: OpenDataset, split: str, malformed: OnFault) -> Dataset:
@@ -394,11 +395,42 @@ def _dataset(opened: OpenDataset, split: str, malformed: OnFault) -> Dataset:
     )
 
 
-def _rows_for(purpose: Purpose, settings: DatasetConfig, num_rows: int) -> Sequence[int]:
+def _matching(rows: DataRows, settings: DatasetConfig) -> Sequence[int]:
+    """Return the numbers of the rows that `where` selects, with those that cannot be read, which are refused later."""
+    if not settings.where:
+        return range(len(rows))
+    wanted = {
+        name: {str(each) for each in (value if isinstance(value, list) else [value])}
+        for name, value in settings.where.items()
+    }
+    numbers = array("q")
+    there: dict[str, set[str]] = {name: set() for name in wanted}
+    for number in range(len(rows)):
+        try:
+            row = rows.rows[number]
+        except DataError:
+            numbers.append(number)
+            continue
+        try:
+            found = {name: str(column(row, name)) for name in wanted}
+        except DataError as error:
+            raise DataError(f"{rows.place(number)}: `where`: {error}") from None
+        if all(found[name] in values for name, values in wanted.items()):
+            numbers.append(number)
+        elif not numbers:
+            for name, value in found.items():
+                there[name].add(value)
+    if not numbers:
+        shown = "; ".join(f"{name} is {', '.join(sorted(values)[:20])}" for name, values in there.items())
+        raise DataError(f"no row of {settings.source!r} has the values of `where`, {settings.where}. There, {shown}")
+    return numbers
+
+
+def _rows_for(purpose: Purpose, settings: DatasetConfig, numbers: Sequence[int]) -> Sequence[int]:
     """Return the numbers of the rows to train on, or to validate on, if some are held out; otherwise all."""
-    size = settings.split_validation_size
+    size, num_rows = settings.split_validation_size, len(numbers)
     if size is None:
-        return range(num_rows)
+        return numbers
     num_held_out = max(1, round(size * num_rows)) if size < 1 else int(size)
     if num_held_out >= num_rows:
         raise DataError(
@@ -406,8 +438,8 @@ def _rows_for(purpose: Purpose, settings: DatasetConfig, num_rows: int) -> Seque
             "training, so none remain. Lower it"
         )
     order = permutation(num_rows, num_rows)
-    chosen: list[int] = np.sort(order[:num_held_out] if purpose == "validation" else order[num_held_out:]).tolist()
-    return array("q", chosen)
+    chosen = np.sort(order[:num_held_out] if purpose == "validation" else order[num_held_out:])
+    return array("q", np.asarray(numbers, dtype=np.int64)[chosen].tolist())
 
 
 @dataclass(frozen=True)

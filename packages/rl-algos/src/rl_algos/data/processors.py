@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_algos.data.config import DatasetConfig
-from rl_algos.data.rows import problems
+from rl_algos.data.rows import problems, programs
 from rl_algos.data.rows.example import Example, Processor, by_keys, column, plain_text, text_column
 from rl_algos.data.rows.preference import helpsteer3, preference, ultrafeedback
 from rl_algos.data.sources.files import DataRows, Row
@@ -25,14 +25,19 @@ from rl_core.rollouts.rollout import Message
 from rl_core.user_code import is_in_file, place_of, raised_at
 
 PROCESSORS: Mapping[str, Processor] = {
+    "apps": programs.apps,
     "clevr_count": problems.clevr_count,
     "dapo_math": problems.dapo_math,
+    "eurus_code": programs.eurus_code,
     "geometry3k": problems.geometry3k,
     "gpqa": problems.gpqa,
     "gsm8k": problems.gsm8k,
     "helpsteer3": helpsteer3,
+    "humaneval_plus": programs.humaneval_plus,
+    "livecodebench": programs.livecodebench,
     "llava": problems.llava,
     "math_problem": problems.math_problem,
+    "mbpp_plus": programs.mbpp_plus,
     "multiple_choice": problems.multiple_choice,
     "numina_cot": problems.numina_cot,
     "oasst": by_keys,

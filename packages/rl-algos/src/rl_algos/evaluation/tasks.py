@@ -26,14 +26,32 @@ _OF_COLUMNS = ("input_key", "output_key", "columns", "processor")
 TASKS: Mapping[str, DatasetConfig] = {
     "gsm8k": DatasetConfig(dataset_name="openai/gsm8k"),
     "math_500": DatasetConfig(dataset_name="HuggingFaceH4/MATH-500"),
+    "aime": DatasetConfig(dataset_name="di-zhang-fdu/AIME_1983_2024"),
     "aime_2024": DatasetConfig(dataset_name="HuggingFaceH4/aime_2024"),
     "aime_2025": DatasetConfig(dataset_name="math-ai/aime25"),
     # Published scores are on `test`; training validates on the smaller `validation`.
     "mmlu": DatasetConfig(dataset_name="cais/mmlu", split="test"),
     "mmlu_pro": DatasetConfig(dataset_name="TIGER-Lab/MMLU-Pro"),
     "gpqa": DatasetConfig(dataset_name="Idavidrein/gpqa"),
+    "ifeval": DatasetConfig(dataset_name="google/IFEval"),
+    "humaneval_plus": DatasetConfig(dataset_name="evalplus/humanevalplus"),
+    "mbpp_plus": DatasetConfig(dataset_name="evalplus/mbppplus"),
+    # The library that reads the hub's datasets refuses this one, whose files are listed by a program.
+    "livecodebench": DatasetConfig(
+        data_path="hf://datasets/livecodebench/code_generation_lite/test*.jsonl", processor="livecodebench"
+    ),
 }
 """Datasets of the hub by task; `rl_algos.data.sources.hub_datasets` has their columns and splits."""
+
+PARTS = {
+    "aime": "Year",
+    "gpqa": "High-level domain",
+    "livecodebench": "difficulty",
+    "math_500": "level",
+    "mmlu": "subject",
+    "mmlu_pro": "category",
+}
+"""Column whose values are parts of a task, as in `math_500/5`, by task."""
 
 
 def task_of(given: str | TaskConfig, settings: EvaluationConfig, data: DataConfig | None) -> TaskConfig:
@@ -77,13 +95,17 @@ def of_run(data: DataConfig | None) -> dict[str, Any]:
 
 
 def task_named(name: str) -> TaskConfig:
-    """Return the task of that name: one of `TASKS`, `reasoning_gym/TASK`, an installed dataset, or one of the hub.
+    """Return the task of that name: one of `TASKS` or a part of it, `reasoning_gym/TASK`, an installed dataset, or one
+    of the hub.
 
     Raises:
         ConfigError: If there is no such task; the message lists the nearest and all others.
     """
     if name in TASKS:
         return TaskConfig(name=name, dataset=TASKS[name])
+    whole, _, part = name.partition("/")
+    if part and whole in PARTS:
+        return TaskConfig(name=name, dataset=TASKS[whole].model_copy(update={"where": {PARTS[whole]: part}}))
     if name.startswith(f"{GYM}/"):
         settings = {"task": name.removeprefix(f"{GYM}/"), "size": GYM_ROWS}
         return TaskConfig(name=name, dataset=DatasetConfig(dataset_name=GYM, settings=settings))
@@ -92,9 +114,9 @@ def task_named(name: str) -> TaskConfig:
     known = [*TASKS, *names(DATASETS)]
     raise ConfigError(
         f"eval.tasks: {name!r} is not a task{did_you_mean(name, known)}; allowed: {', '.join(sorted(known))}, "
-        f"{GYM}/TASK and datasets of the hub as OWNER/NAME. To use your own data, pass a file, such as problems.jsonl, "
-        "with eval.default.env_name=ENVIRONMENT; or a task with a name and a dataset: "
-        "eval.tasks='[{name: mine, dataset: {data_path: FILE, env_name: ENVIRONMENT}}]'"
+        f"{GYM}/TASK, parts of {', '.join(PARTS)} (such as math_500/5), and datasets of the hub as OWNER/NAME. To use "
+        "your own data, pass a file, such as problems.jsonl, with eval.default.env_name=ENVIRONMENT; or a task with a "
+        "name and a dataset: eval.tasks='[{name: mine, dataset: {data_path: FILE, env_name: ENVIRONMENT}}]'"
     )
 
 

@@ -1,4 +1,4 @@
-"""Settings and declarations of the environment `code` and of the dataset `code_problems`."""
+"""Settings and declaration of the environment `code`."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rl_core.config import Config, PathText, WhenChanged
+from rl_core.config import WhenChanged
 from rl_core.environments.config import EnvironmentConfig
-from rl_core.plugins import DatasetPlugin, EnvironmentPlugin, Requirement
+from rl_core.plugins import EnvironmentPlugin, Requirement
 from rl_envs.sandbox.config import SandboxConfig
-
-Format = Literal["livecodebench", "apps", "taco", "eurus", "humanevalplus", "mbppplus"]
 
 
 class CodeConfig(EnvironmentConfig):
@@ -30,18 +28,6 @@ class CodeConfig(EnvironmentConfig):
     """Timeout in seconds of a call, which runs all tests of a response one after the other."""
 
 
-class CodeProblemsSettings(Config):
-    """Problems with tests, from a JSON Lines file in the form of a dataset of the hub."""
-
-    path: PathText
-    """A `.jsonl` or `.jsonl.gz` file with one problem per line."""
-    format: Format
-    """Dataset whose columns the lines have: `livecodebench` (code_generation_lite), `apps`, `taco`, `eurus` (the code
-    rows of Eurus-2-RL-Data), `humanevalplus` or `mbppplus`."""
-    max_rows: int | None = Field(default=None, gt=0)
-    """Maximum number of rows to read from the file; all if unset."""
-
-
 PLUGIN = EnvironmentPlugin(
     "code",
     CodeConfig,
@@ -49,8 +35,4 @@ PLUGIN = EnvironmentPlugin(
     Requirement("rl-envs"),
     row_check="rl_envs.code.environment:check_row",
     machine_check="rl_envs.code.environment:check_machine",
-)
-
-DATASET = DatasetPlugin(
-    "code_problems", "rl_envs.code.dataset:load", Requirement("rl-envs"), settings=CodeProblemsSettings
 )
