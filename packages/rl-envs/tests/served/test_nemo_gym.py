@@ -12,7 +12,7 @@ from scripted_server import served
 
 from rl_core import Conversation, EnvironmentFailure, ToolCall
 from rl_core.errors import ConfigError, DataError
-from rl_envs.served.client import MAX_ANSWER
+from rl_core.http_client import MAX_ANSWER
 from rl_envs.served.nemo_gym import NeMoGymEnvironment, check_machine, load, tools_of
 from rl_envs.served.plugin import NeMoGymConfig
 from rl_envs.served.tasks import check_row

@@ -14,7 +14,8 @@ from scripted_server import SCHEMA, counting, observation, openenv, served
 
 from rl_core import Conversation, EnvironmentFailure, ToolCall
 from rl_core.errors import ConfigError
-from rl_envs.served.client import MAX_ANSWER, MAX_TEXT
+from rl_core.http_client import MAX_ANSWER
+from rl_envs.served.client import MAX_TEXT
 from rl_envs.served.openenv import (
     OpenEnvEnvironment,
     RefusedAction,

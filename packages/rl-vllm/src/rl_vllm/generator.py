@@ -16,12 +16,12 @@ from rl_core.errors import GeneratorError, RequestRefused, WeightSyncError
 from rl_core.model_config import GenerationConfig, ModelConfig
 from rl_core.rollouts.delivery import QUANTISATION_NOISE, quantisation_noise
 from rl_core.rollouts.generation import GenerationRequest, PauseMode, Placement
+from rl_core.rollouts.lifecycle import PARTS, Lifecycle
 from rl_core.rollouts.rollout import Completion, WeightSpan
 from rl_core.tracing.profiling import ProfileOrder, ProfileReport
 from rl_core.weights import Manifest, Transport, WeightTarget
 from rl_vllm.config import VllmConfig
 from rl_vllm.engine import process_env
-from rl_vllm.engine.lifecycle import PARTS, Lifecycle
 from rl_vllm.plugin import adapter_problem, image_problem, routing_problem
 
 if TYPE_CHECKING:

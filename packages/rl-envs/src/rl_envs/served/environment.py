@@ -9,8 +9,9 @@ import traceback
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
+from rl_core.http_client import MAX_REASON, ServerUnreachable, WrongAnswer
 from rl_core.rollouts.environment import Conversation, EnvironmentFailure, StepResult
-from rl_envs.served.client import MAX_REASON, EnvironmentServer, ServerUnreachable, WrongAnswer
+from rl_envs.served.client import EnvironmentServer
 from rl_envs.served.plugin import ServedConfig
 
 TURN_SHARE = 0.9

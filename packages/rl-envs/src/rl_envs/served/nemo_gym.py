@@ -15,18 +15,10 @@ from typing import Any
 from urllib.parse import quote
 
 from rl_core.errors import ConfigError, DataError
+from rl_core.http_client import MAX_REASON, HTTPAnswer, ServerUnreachable, WrongAnswer, patiently
 from rl_core.rollouts.environment import Conversation, StepResult, ToolCall
 from rl_core.rollouts.rollout import Message
-from rl_envs.served.client import (
-    MAX_REASON,
-    EnvironmentServer,
-    HTTPAnswer,
-    ServerUnreachable,
-    WrongAnswer,
-    as_shown,
-    patiently,
-    read_reward,
-)
+from rl_envs.served.client import EnvironmentServer, as_shown, read_reward
 from rl_envs.served.environment import PATIENCE_SHARE, ServedEnvironment
 from rl_envs.served.openenv import CHECK_S, STARTS_AT_ONCE, require_aiohttp
 from rl_envs.served.plugin import NeMoGymConfig, NeMoGymTasksSettings

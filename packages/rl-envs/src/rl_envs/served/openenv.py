@@ -17,20 +17,12 @@ from typing import Any, Literal
 
 from rl_core import resolve
 from rl_core.errors import ConfigError, DataError
+from rl_core.http_client import MAX_REASON, ServerUnreachable, WrongAnswer, patiently
 from rl_core.install_command import install_command
 from rl_core.rollouts.environment import Conversation, StepResult, ToolCall
 from rl_core.rollouts.rollout import Message
 from rl_envs.draws import draws
-from rl_envs.served.client import (
-    MAX_REASON,
-    EnvironmentServer,
-    ServerSocket,
-    ServerUnreachable,
-    WrongAnswer,
-    as_shown,
-    patiently,
-    read_reward,
-)
+from rl_envs.served.client import EnvironmentServer, ServerSocket, as_shown, read_reward
 from rl_envs.served.environment import PATIENCE_SHARE, ServedEnvironment, called
 from rl_envs.served.plugin import OpenEnvConfig, OpenEnvSettings
 

@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from rl_core.errors import GeneratorError, WeightSyncError
+from rl_core.rollouts.lifecycle import SERVING, Lifecycle, State
 from rl_core.weights import Manifest, TensorSpec
-from rl_vllm.engine.lifecycle import SERVING, Lifecycle, State
 
 WEIGHT = TensorSpec("layer.weight", (2, 2), "float32")
 FACTOR = TensorSpec("layer.lora_A.weight", (1, 2), "float32")

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from rl_core.errors import GeneratorError
-from rl_vllm.engine.lifecycle import Admission
+from rl_core.rollouts.lifecycle import Admission
 
 
 def open_admission() -> Admission:
