@@ -3,13 +3,13 @@
 import pytest
 
 from rl_core.model import ModelSpec
-from rl_core.model_config import ModelConfig
+from rl_core.model_config import LoraConfig, ModelConfig
 from rl_core.selfcheck.pooled_model import PooledModel
 from rl_core.selfcheck.torch.received import ranks_apart, receive, receiving_threads, sent_by_every_rank
 from rl_core.selfcheck.torch.tiny_model import read_weights, write_tiny_model
 from rl_core.testing.exhaustive import partly_exhaustive
 from rl_core.testing.publishing import AdapterPublishingSuite, PublishingSuite
-from rl_core.testing.torch.exchanges import ExchangeSuite
+from rl_core.testing.torch.exchanges import WITHOUT_ADAPTERS, ExchangeSuite
 
 FACTORY = "dtensor_factories:build"
 
@@ -45,6 +45,8 @@ MESHES = {
     "pp2 x fsdp2": (4, "qwen3", {"pipeline_parallel_size": 2}),
     "ep2 x tp2 x fsdp2": (4, "qwen3_moe", {"expert_parallel_size": 2, "tensor_parallel_size": 2}),
     "ep2 x fsdp4": (4, "qwen3_moe", {"expert_parallel_size": 2}),
+    "tp2 x fsdp2, float8": (4, "qwen3", {"tensor_parallel_size": 2, "qat": {"enabled": True, "format": "float8"}}),
+    "tp2, int4": (2, "qwen3", {"tensor_parallel_size": 2, "qat": {"enabled": True, "format": "int4", "group_size": 8}}),
 }
 """Ranks, family and settings."""
 
@@ -56,12 +58,17 @@ class TestExchange(ExchangeSuite):
     @pytest.fixture(autouse=True)
     def chosen(self, mesh):
         self.num_ranks, self.family, self.settings = MESHES[mesh]
+        if self.family == "qwen3_moe":
+            stacks = ["experts.gate_up_proj", "experts.down_proj"]
+            self.adapters = LoraConfig(enabled=True, dim=4, target_parameters=stacks)
 
     def write(self, folder):
         return write_tiny_model(folder, self.family)
 
-    def open(self, ranks, folder):
-        config = ModelConfig(model_name=str(folder), precision="float32")
+    def open(self, ranks, folder, lora=WITHOUT_ADAPTERS):
+        if lora.enabled and "qat" in self.settings:
+            pytest.skip("weights that are rounded have no adapters")
+        config = ModelConfig(model_name=str(folder), precision="float32", lora_cfg=lora)
         return PooledModel(ranks, FACTORY, config, ModelSpec(), self.num_ranks, **self.settings)
 
 

@@ -12,7 +12,7 @@ from rl_core.selfcheck.torch.received import ranks_apart, receive, receiving_thr
 from rl_core.testing.exhaustive import exhaustive, partly_exhaustive
 from rl_core.testing.model_worker import make_batch
 from rl_core.testing.publishing import AdapterPublishingSuite, PublishingSuite
-from rl_core.testing.torch.exchanges import ExchangeSuite
+from rl_core.testing.torch.exchanges import WITHOUT_ADAPTERS, ExchangeSuite
 
 ALL = LAYOUTS | EXPERT_LAYOUTS
 BUCKET_BYTES = 4096
@@ -91,8 +91,8 @@ class TestExchange(ExchangeSuite):
     def write(self, folder):
         return write_family(folder, self.family)
 
-    def open(self, ranks, folder):
-        return open_model(ranks, folder, self.layout)
+    def open(self, ranks, folder, lora=WITHOUT_ADAPTERS):
+        return open_model(ranks, folder, self.layout, lora_cfg=lora)
 
 
 @pytest.mark.parametrize("layout", partly_exhaustive(["tp2", "pp2"], always=["pp2"]))

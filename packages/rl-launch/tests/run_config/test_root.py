@@ -360,6 +360,10 @@ ADAPTERS = ["policy.lora_cfg.enabled=true", "policy.generation.lora_sync=adapter
             [*ADAPTERS, "policy.generation.weight_sync_encoding=changes", "policy.generation.weight_sync=disk"],
             r"weight_sync_encoding .*: got \"changes\": .*lora_sync=adapter",
         ),
+        (
+            [*ADAPTERS, "policy.generation.weight_sync_encoding=parts"],
+            r"weight_sync_encoding .*: got \"parts\": .*small enough to be sent whole",
+        ),
     ],
 )
 def test_adapters_that_the_generator_does_not_apply_are_refused(overrides, message):

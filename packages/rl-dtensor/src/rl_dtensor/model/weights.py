@@ -23,11 +23,13 @@ from transformers.core_model_loading import (
 )
 
 from rl_core.torch.files.model_files import READ_AS_WEIGHTS, OpenWeights, WeightFiles, head_advice
-from rl_core.torch.quantization.formats import WeightFormat, rounded
+from rl_core.torch.quantization.float8 import largest_values
+from rl_core.torch.quantization.formats import Float8Format, WeightFormat, rounded
 from rl_core.torch.training.lora import LORA_A, LORA_B, WEIGHT
 from rl_core.torch.transport.exchange import HeldPart, Holdings
 from rl_core.weights import TensorSpec
 from rl_dtensor.model.layers.lora import BASE, Adapter, adapters_of
+from rl_dtensor.model.layers.low_precision import largest_of_ranks
 from rl_dtensor.parallel.fsdp import local, local_slices, whole
 from rl_dtensor.parallel.mesh import DTensorMesh
 
@@ -230,24 +232,45 @@ class ShardedWeights:
                 tensor = rounded(tensor, self._served[entry.name])
             yield [(piece.name, tensor[piece.region] if piece.region else tensor) for piece in entry.pieces]
 
-    def holdings(self, dtype: str) -> Holdings | None:
-        """Return the parts of the files' tensors that this rank holds; None if generators get other values, with
-        adapters added or rounded. Collective."""
-        if self._served or self._placed_adapters():
-            return None
+    @torch.no_grad()
+    def holdings(self, dtype: str) -> Holdings:
+        """Return the parts of the files' tensors that this rank holds, with adapters added, and rounded where
+        generators get rounded weights; collective."""
         stage, found = self._mesh.on("pp"), {}
         for entry in self.catalog.entries:
             if entry.stage % self._mesh.sizes.pp != stage:
                 continue
-            target = self.held[entry.name]
+            target, adapter, fmt = self.held[entry.name], self._adapters.get(entry.name), self._served.get(entry.name)
+            factors = None if adapter is None else adapter.factors()
             part, held = local(target), local_slices(target)
             for piece in entry.pieces if part.numel() else ():
                 shared = _shared(piece.region, held, target.shape)
-                if shared is not None:
-                    into, taken = shared
-                    box = tuple((each.start, each.stop) for each in taken)
-                    found[piece.name] = [HeldPart(box, part[into])]
+                if shared is None:
+                    continue
+                into, taken = shared
+                own = HeldPart(tuple((each.start, each.stop) for each in taken), part[into])
+                if factors is not None:
+                    left, right, scale = factors
+                    own = own.with_product(left[piece.region], right[piece.region[: right.dim() - 2]], scale)
+                if fmt is not None:
+                    own = self._rounded(own, fmt, piece.shape[1], getattr(torch, entry.dtype_in(dtype)))
+                found[piece.name] = [own]
         return found
+
+    def _rounded(self, part: HeldPart, fmt: WeightFormat, num_columns: int, dtype: torch.dtype) -> HeldPart:
+        """Return a part of a matrix that is rounded in a dtype when it is read. Its groups are whole, because the
+        format has been checked with the ranks' shares (`fit_to_ranks`).
+
+        Args:
+            part: Rows of the matrix, or parts of rows that are split over tensor-parallel ranks; collective over these.
+            fmt: Format of the whole matrix.
+            num_columns: Number of columns of the whole matrix.
+            dtype: Dtype that generators get.
+        """
+        if isinstance(fmt, Float8Format) and part.box[1] != (0, num_columns):
+            largest = largest_of_ranks(largest_values(part.read().to(dtype), "per_channel"), self._mesh.group("tp"))
+            fmt = replace(fmt, largest=lambda _: largest)
+        return HeldPart(part.box, lambda: rounded(part.read().to(dtype), fmt))
 
     def adapter_specs(self, dtype: str) -> list[TensorSpec]:
         """Return the tensors of `adapters` in their order; collective."""

@@ -248,10 +248,11 @@ def _lora_sync_checks(plan: RunPlan) -> Iterator[Problem]:
     if generation is None or generation.config.lora_sync != "adapter":
         return
     key = f"{POLICY}.generation.lora_sync"
-    if generation.config.weight_sync_encoding == "changes":
-        reason = "saves nothing with lora_sync=adapter, because only adapters are sent and all of their values change"
+    if (encoding := generation.config.weight_sync_encoding) != "full":
+        because = "all of their values change" if encoding == "changes" else "they are small enough to be sent whole"
+        reason = f"saves nothing with lora_sync=adapter, because only adapters are sent and {because}"
         remedy = "Set it to full, or set lora_sync=merged"
-        yield Problem(f"{POLICY}.generation.weight_sync_encoding", reason, got="changes", remedy=remedy)
+        yield Problem(f"{POLICY}.generation.weight_sync_encoding", reason, got=encoding, remedy=remedy)
     if not generation.model.lora_cfg.enabled:
         reason = "sends the adapters of policy.lora_cfg, but LoRA is disabled"
         yield Problem(key, reason, got="adapter", remedy="Set policy.lora_cfg.enabled=true, or lora_sync=merged")

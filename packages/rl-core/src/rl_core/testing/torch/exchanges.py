@@ -18,6 +18,7 @@ from torch import Tensor
 
 from rl_core.devices import CPU
 from rl_core.errors import WeightSyncError, WorkerError
+from rl_core.model_config import LoraConfig
 from rl_core.selfcheck.losses import TokenLoss
 from rl_core.selfcheck.pooled_model import PooledModel
 from rl_core.selfcheck.rank_pool import Rank, RankPool, free_port
@@ -29,6 +30,8 @@ from rl_core.weights import Manifest, Transport
 
 BUCKET_BYTES = 2**15
 
+WITHOUT_ADAPTERS = LoraConfig()
+
 MAX_COLLECTIVES = 8
 """Maximum number of messages of a rank for each bucket, the digests included."""
 
@@ -38,14 +41,15 @@ class ExchangeSuite(ABC):
 
     num_ranks: ClassVar[int] = 2
     per_node: ClassVar[int] = 1
+    adapters: LoraConfig = LoraConfig(enabled=True, dim=4)
 
     @abstractmethod
     def write(self, folder: Path) -> Path:
         """Write the files of a tiny model; returns their folder."""
 
     @abstractmethod
-    def open(self, ranks: RankPool, folder: Path) -> PooledModel:
-        """Return a float32 model of these files that is split over `num_ranks` ranks."""
+    def open(self, ranks: RankPool, folder: Path, lora: LoraConfig = WITHOUT_ADAPTERS) -> PooledModel:
+        """Return a float32 model of these files that is split over `num_ranks` ranks, with adapters as configured."""
 
     @pytest.fixture
     def exchanging(self, ranks: RankPool) -> Iterator[None]:
@@ -112,6 +116,30 @@ class ExchangeSuite(ABC):
                         bits = [each.reshape(-1).view(torch.uint8) for each in (tensors[name], tensor)]
                         assert bits[0].equal(bits[1]), (version, rank, name)
                 model.train_step(make_batch(), TokenLoss())
+
+    @pytest.mark.usefixtures("exchanging")
+    def test_parts_have_adapters_added(self, ranks: RankPool, tmp_path: Path) -> None:
+        """Receivers that keep equal parts get equal bits. A product of whole factors may be rounded otherwise."""
+        with self.open(ranks, self.write(tmp_path), self.adapters) as model:
+            base = model.manifest(1)
+            before = self._sent(model, replace(base, is_held_in_parts=False))[0][0]
+            for _ in range(2):
+                model.train_step(make_batch(), TokenLoss())
+            manifest = replace(base, version=2)
+            wholes = self._sent(model, replace(manifest, is_held_in_parts=False))[0][0]
+            whole = {spec.name: [Region.of(torch.empty(spec.shape, device="meta"))] for spec in manifest.tensors}
+            keeps = [parts_to_send(whole, {spec.name: spec.shape for spec in manifest.tensors})] * self.num_ranks
+            received = self._sent(
+                model, manifest, sent_by_every_rank(BUCKET_BYTES), [ReceivingEnd(CPU) for _ in keeps], keeps
+            )
+        assert manifest.is_held_in_parts
+        changed = [name for name, tensor in wholes.items() if not tensor.equal(before[name])]
+        assert len(changed) >= len(self.adapters.target_modules)
+        for spec in manifest.tensors:
+            found = [tensors[spec.name] for tensors, _ in received.values()]
+            assert all(each.equal(found[0]) for each in found), spec.name
+            torch.testing.assert_close(found[0], wholes[spec.name], rtol=1e-6, atol=1e-7)
+            assert spec.name in changed or found[0].equal(before[spec.name])
 
     @pytest.mark.usefixtures("exchanging")
     def test_a_broken_message_and_a_lost_receiver_end_the_transfer_of_all(

@@ -241,7 +241,7 @@ class RankWeights(Protocol):
 
     def holdings(self, dtype: str) -> Holdings | None:
         """Return the parts that this rank holds of the tensors that generators compute with; None, on every rank, if
-        generators compute with other values, such as products of adapters. Collective.
+        these are sent whole. Parts may be made when they are read: with adapters added, or rounded. Collective.
 
         Args:
             dtype: Dtype of the floating-point tensors in `specs`, which the parts need not have yet.

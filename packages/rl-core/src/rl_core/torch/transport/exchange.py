@@ -50,11 +50,33 @@ class HeldPart(NamedTuple):
 
     Args:
         box: Place in the whole tensor.
-        values: View of the values, with the shape of the box, in whatever floating dtype the rank has.
+        values: View of the values, with the shape of the box, in whatever floating dtype the rank has; or a function
+            that makes them, if receivers get other values than the rank holds. It is called in each wave that takes
+            something from them, so that no more than the parts of a wave exist at one time.
     """
 
     box: Box
-    values: Tensor
+    values: Tensor | Callable[[], Tensor]
+
+    def read(self) -> Tensor:
+        """Return the values."""
+        return self.values if isinstance(self.values, Tensor) else self.values()
+
+    def with_product(self, left: Tensor, right: Tensor, scale: float) -> HeldPart:
+        """Return the part with its share of `scale * left @ right` added in float32.
+
+        The share is computed for the whole part, whatever pieces are sent of it, so that ranks that hold equal parts
+        send equal bits.
+
+        Args:
+            left: `[..., rows, dim]`, for the whole tensor.
+            right: `[..., dim, columns]`, for the whole tensor.
+            scale: Factor of the product.
+        """
+        *outer, columns = [slice(*each) for each in self.box]
+        # Copies, because a view would keep the factors of all ranks in memory.
+        rows, inputs = left[tuple(outer)].clone(), right[(*outer[:-1], slice(None), columns)].clone()
+        return HeldPart(self.box, lambda: self.read().to(rows.device, torch.float32) + scale * (rows @ inputs))
 
 
 Holdings = Mapping[str, Sequence[HeldPart]]
@@ -295,7 +317,8 @@ class Exchange:
         self.num_bytes_sent = self.num_bytes_planned = 0
         self._device = device
         self._slots = [slot for bucket in layout.buckets for slot in bucket.slots]
-        self._held = [[part.values for part in holdings.get(slot.spec.name, ())] for slot in self._slots]
+        self._held = [holdings.get(slot.spec.name, ()) for slot in self._slots]
+        self._read: dict[tuple[int, int], Tensor] = {}
         self._travel_by = travel
         self._rank, self._names = rank, names
         self._size = len(names)
@@ -321,13 +344,15 @@ class Exchange:
             buffer: uint8, at least as large as the bucket.
         """
         for wave in self._waves.get(bucket.index, ()):
+            self._read.clear()
             kept = {tensor: self._slots[tensor].boxed(buffer) for tensor, _ in wave.tensors}
             for tensor, number in wave.tensors:
                 sent, received = self._pieces(tensor, number, IN_PLACE)
                 for source, target in zip(sent, received, strict=True):
-                    kept[tensor][target.part][target.within].copy_(self._held[tensor][source.part][source.within])
+                    kept[tensor][target.part][target.within].copy_(self._values(tensor, source.part)[source.within])
             for way in wave.ways:
                 self._travel(wave, way, kept)
+        self._read.clear()
 
     def told_digests(self) -> dict[int, list[int]]:
         """Return the digests of the messages for this rank as `compare` takes them; collective."""
@@ -374,6 +399,12 @@ class Exchange:
     def _pieces(self, tensor: int, number: int, way: int) -> tuple[list[OwnPiece], list[OwnPiece]]:
         return self._plan.pieces.get((self._plan.kind_of[tensor], number, way), ([], []))
 
+    def _values(self, tensor: int, part: int) -> Tensor:
+        """Return the values of a part that this rank holds; they are read only once in a wave."""
+        if (tensor, part) not in self._read:
+            self._read[tensor, part] = self._held[tensor][part].read()
+        return self._read[tensor, part]
+
     def _travel(self, wave: Wave, way: int, kept: Mapping[int, Sequence[Tensor]]) -> None:
         """Send and receive the pieces of a wave on one of their ways."""
         sides: tuple[list[tuple[int, OwnPiece]], list[tuple[int, OwnPiece]]] = ([], [])
@@ -382,7 +413,7 @@ class Exchange:
                 side += [(tensor, piece) for piece in pieces]
         messages, places, splits = zip(*(self._lay_out(side) for side in sides), strict=True)
         sources = [
-            (kept[tensor] if piece.is_kept else self._held[tensor])[piece.part][piece.within]
+            (kept[tensor][piece.part] if piece.is_kept else self._values(tensor, piece.part))[piece.within]
             for (tensor, piece), _ in places[0]
         ]
         _copy([place for _, place in places[0]], sources)

@@ -55,11 +55,16 @@ class Adapter(NamedTuple):
     scale: float
     is_transposed: bool = False
 
+    def factors(self) -> tuple[Tensor, Tensor, float]:
+        """Return float32 `[..., rows, dim]` and `[..., dim, columns]`, whose product times the last value is added to
+        the weight; collective over the ranks that share it."""
+        down, up = whole(self.down, torch.float32), whole(self.up, torch.float32)
+        return (down.mT, up.mT, self.scale) if self.is_transposed else (up, down, self.scale)
+
     def merged(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the whole weight with the adapter, added in float32; collective over the ranks that share it."""
-        total = whole(weight, torch.float32)
-        added = self.scale * (whole(self.up, torch.float32) @ whole(self.down, torch.float32))
-        return (total + (added.mT if self.is_transposed else added)).to(dtype)
+        left, right, scale = self.factors()
+        return (whole(weight, torch.float32) + scale * (left @ right)).to(dtype)
 
 
 def add_adapters(

@@ -299,7 +299,7 @@ def fit_to_ranks(hf: PreTrainedModel) -> None:
         _check_share(name, module, mesh.size())
         if isinstance(module.weight_format, Float8Format):
             module.weight_format = replace(
-                module.weight_format, largest=partial(_largest_of_ranks, group=mesh.get_group())
+                module.weight_format, largest=partial(largest_of_ranks, group=mesh.get_group())
             )
 
 
@@ -328,7 +328,7 @@ def formats_of(hf: PreTrainedModel) -> Mapping[str, WeightFormat]:
     return {f"{name}.weight": module.weight_format for name, module in modules if isinstance(module, RoundedLinear)}
 
 
-def _largest_of_ranks(largest: Tensor, *, group: dist.ProcessGroup) -> Tensor:
+def largest_of_ranks(largest: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the largest absolute value of each row over all ranks that have a part of it; collective."""
     shared = largest.clone()
     dist.all_reduce(shared, dist.ReduceOp.MAX, group=group)
