@@ -178,10 +178,10 @@ class MegatronWeights:
                 bucket, size = [], 0
         yield from self._merged(bucket, dtype, adapters, everywhere=everywhere)
 
-    def holdings(self, dtype: str) -> Holdings | None:
-        """Return the parts of the Hugging Face tensors that this rank holds; None if adapters are added to them."""
-        if self._model.adapters:
-            return None
+    @torch.no_grad()
+    def holdings(self, dtype: str) -> Holdings:
+        """Return the parts of the Hugging Face tensors that this rank holds, with adapters added; collective if there
+        are any."""
         found: dict[str, list[HeldPart]] = {}
         for entry in self._sent:
             held = self.held.get(entry.target)
@@ -190,6 +190,11 @@ class MegatronWeights:
             shapes = [source.shape for source in entry.sources]
             for rows, index, box in held_boxes(entry.split, shapes, *self.share(entry)):
                 found.setdefault(entry.sources[index].name, []).append(HeldPart(box, held.detach()[rows]))
+        factors = iter(self.adapters(everywhere=True))
+        for (weight, adapter), (_, down), (_, up) in zip(self._model.adapters.items(), factors, factors, strict=False):
+            assert down is not None
+            assert up is not None
+            found[weight] = [part.with_product(up, down, adapter.scale) for part in found.get(weight, ())]
         return found
 
     def adapter_specs(self, dtype: str) -> list[TensorSpec]:
