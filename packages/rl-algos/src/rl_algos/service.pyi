@@ -72,7 +72,6 @@ from rl_algos.rollouts.mismatch import OlderWeights as OlderWeights
 from rl_algos.rollouts.mismatch import TriedChange as TriedChange
 from rl_algos.rollouts.mismatch import ranked as ranked
 from rl_algos.rollouts.recorded import RecordedTurns as RecordedTurns
-from rl_algos.rollouts.recorded import read_turns as read_turns
 from rl_algos.rollouts.setup import model_judges as model_judges
 from rl_algos.rollouts.setup import training_sampling as training_sampling
 from rl_algos.rollouts.setup import validation_sampling as validation_sampling

@@ -1,6 +1,7 @@
 import numpy as np
 
-from rl_algos.rollouts.recorded import RecordedTurns, TurnsRecorder, key_of, read_turns
+from rl_algos.rollouts.recorded import RecordedTurns, TurnsRecorder, key_of
+from rl_core.errors import RunDirectoryError
 from rl_core.rollouts.environment import StepResult
 from rl_core.rollouts.generation import SamplingParams
 from rl_core.rollouts.pool import AnsweredTurns, RolloutTask, RolloutTurns
@@ -25,7 +26,7 @@ def sampled(found):
 
 def test_turns_come_back_without_the_answers_of_the_environment(tmp_path):
     TurnsRecorder(tmp_path).write("group", [turns(5, 6), turns(7)])
-    (found,) = read_turns(tmp_path).values()
+    found = RecordedTurns(tmp_path).read("group")
     assert sampled(found) == [[[5, 6]], [[7]]]
     (completion,) = found[0].completions.values()
     assert completion.spans == (WeightSpan(3, 2),)
@@ -43,7 +44,23 @@ def test_the_newest_turns_of_a_group_count_and_a_broken_end_is_left_out(tmp_path
     longer = path.read_bytes()
     for length in range(len(whole), len(longer)):
         path.write_bytes(longer[:length])
-        assert {key: sampled(each) for key, each in read_turns(tmp_path).items()} == {"group": [[[6]]]}
+        recorded = RecordedTurns(tmp_path)
+        assert recorded.keys == ["group"]
+        assert sampled(recorded.read("group")) == [[[6]]]
+
+
+def test_damaged_turns_are_read_as_they_were_or_named_with_the_remedy(tmp_path):
+    TurnsRecorder(tmp_path).write("group", [turns(5, 6)])
+    (path,) = tmp_path.iterdir()
+    whole, beginning, messages = path.read_bytes(), 16 + len("group"), []
+    for place in range(beginning, len(whole)):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 0xFF]) + whole[place + 1 :])
+        try:
+            assert sampled(RecordedTurns(tmp_path).read("group")) == [[[5, 6]]]
+        except RunDirectoryError as error:
+            messages.append(str(error))
+    assert all(f"{path} is damaged from byte {beginning} on" in each for each in messages)
+    assert len(messages) > 0.5 * (len(whole) - beginning)
 
 
 def test_a_training_group_has_one_key_and_an_evaluation_one_for_each_version():
@@ -51,9 +68,12 @@ def test_a_training_group_has_one_key_and_an_evaluation_one_for_each_version():
     assert key_of(task(1, is_urgent=True), 3) != key_of(task(1, is_urgent=True), 4)
 
 
-def test_groups_take_their_recorded_turns():
+def test_groups_take_their_recorded_turns(tmp_path):
     first, second, evaluated = task(1), task(2), task(1, is_urgent=True)
-    recorded = RecordedTurns({key_of(first, 0): (turns(5),), key_of(evaluated, 7): (turns(8),)})
+    recorder = TurnsRecorder(tmp_path)
+    recorder.write(key_of(first, 0), (turns(5),))
+    recorder.write(key_of(evaluated, 7), (turns(8),))
+    recorded = RecordedTurns(tmp_path)
     asked = [(first, 0), (second, 0), (evaluated, 0), (evaluated, 7)]
     assert [sampled(recorded(*each).turns) for each in asked] == [[[[5]]], [], [], [[[8]]]]
     assert recorded.missing == ["a", "a"]

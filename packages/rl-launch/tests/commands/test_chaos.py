@@ -2,6 +2,8 @@
 
 import itertools
 import json
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -188,6 +190,30 @@ def test_a_run_that_is_not_a_rehearsal_needs_a_yes_and_one_that_is_over_is_refus
     assert (result.exit_code, "is not running: its status is interrupted" in result.output) == (2, True)
 
 
+def test_a_run_of_another_user_is_refused(run, monkeypatch):
+    monkeypatch.setattr("os.geteuid", lambda: run.stat().st_uid + 1)
+    with pytest.raises(ConfigError, match=r"belongs to the user \d+, .* Ask its owner"):
+        chaos(run, Schedule(), resumes=False, is_agreed=True)
+    assert not (run / FILE).exists()
+
+
+def test_a_signal_to_the_exercise_continues_what_it_has_stopped(run, start):
+    worker = start("rollout-worker-0")
+
+    def end():
+        while psutil.Process(worker.pid).status() != psutil.STATUS_STOPPED:
+            time.sleep(0.005)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=end)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        chaos(run, Schedule(("stop-rollout-worker",), every_s=0.0, stopped_s=60.0), resumes=False, is_agreed=True)
+    thread.join()
+    assert psutil.Process(worker.pid).status() != psutil.STATUS_STOPPED
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
 def test_a_full_disk_has_room_again(tmp_path):
     from rl_launch.commands import chaos as module
 
@@ -197,10 +223,8 @@ def test_a_full_disk_has_room_again(tmp_path):
     if mounted.returncode:
         pytest.skip("no file system can be mounted here")
     try:
-        empty = module._fill(folder / "ballast")
-        with pytest.raises(OSError, match="No space left"):
+        with module._filled(folder / "ballast"), pytest.raises(OSError, match="No space left"):
             (folder / "file").write_bytes(bytes(8192))
-        empty()
         (folder / "file").write_bytes(bytes(8192))
     finally:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)

@@ -87,6 +87,29 @@ def test_a_step_that_cannot_be_made_again_is_refused(tmp_path):
         replay(f"{run.path}:4", ())
 
 
+def test_damaged_records_are_found_before_the_steps_are_made_again(tmp_path):
+    run = write(tmp_path / "run")
+    saved = run.path / "checkpoints/step_2"
+    saved.mkdir()
+    (saved / "manifest.json").write_text('{"files": []}')
+    with pytest.raises(RunDirectoryError, match=r"metrics\.jsonl has no step 3, which lies between .* and step 4"):
+        replay(f"{run.path}:4", ())
+    (run.path / "metrics.jsonl").write_text("".join(json.dumps({**METRICS, "step": step}) + "\n" for step in (3, 4)))
+    path = run.path / "rollouts/step_4.jsonl"
+    path.write_text(path.read_text()[:40])
+    with pytest.raises(RunDirectoryError, match=r"rollouts of step 4 in .*rollouts cannot be read .* Restore the file"):
+        replay(f"{run.path}:4", ())
+    assert not (run.path / "replays").exists()
+
+
+def test_a_damaged_model_is_named_with_the_remedy(tmp_path):
+    run, other = write(tmp_path / "run"), write(tmp_path / "other")
+    model = run.path / "checkpoints/step_4/hf/model.safetensors"
+    model.write_bytes(model.read_bytes()[:12])
+    with pytest.raises(RunDirectoryError, match=r"model\.safetensors cannot be read .* Restore the file"):
+        list(compared(run, other, 4))
+
+
 LOOP = """
 def loop(observer, step):
     observer.begin_step(step)
@@ -157,8 +180,9 @@ def test_stages_and_functions_that_do_not_exist_are_refused_and_failures_are_kep
         Breakpoints(4, {"lunch": ""})
     with pytest.raises(ConfigError, match="--break loss="):
         Breakpoints(4, {"loss": f"{__file__}:nothing_of_this_name"})
-    observer = Breakpoints(4, {"loss": f"{__file__}:fail"})
+    observer = Breakpoints(4, {"loss": f"{__file__}:fail", "validation": f"{__file__}:fail"})
     loop(observer, 4)
+    assert observer.unreached == ("validation",)
     assert str(observer.failure) == "--break loss: the function raised KeyError: 'nothing'"
 
 

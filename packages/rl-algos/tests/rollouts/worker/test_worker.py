@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from rl_algos.rollouts.recorded import TurnsRecorder, key_of, read_turns
+from rl_algos.rollouts.recorded import RecordedTurns, TurnsRecorder, key_of
 from rl_algos.rollouts.training.metrics import REFILLED, rollout_metrics
 from rl_algos.rollouts.worker import worker as worker_module
 from rl_algos.rollouts.worker.program import MultiTurnProgram
@@ -170,11 +170,11 @@ def test_groups_are_recorded_in_the_order_in_which_they_end_while_the_worker_doe
 
     groups, order = asyncio.run(play())
     assert written == [key_of(groups[number], worker._services.version) for number in order]
-    found = read_turns(tmp_path)
-    assert list(found) == written
-    for number, each in zip(order, found.values(), strict=True):
-        tokens = [completion.token_ids.tolist() for turns in each for completion in turns.completions.values()]
-        assert tokens == [[number], [number + 100]]
+    found = RecordedTurns(tmp_path)
+    assert found.keys == written
+    for number, key in zip(order, written, strict=True):
+        completions = [completion for turns in found.read(key) for completion in turns.completions.values()]
+        assert [each.token_ids.tolist() for each in completions] == [[number], [number + 100]]
 
 
 def test_a_group_that_cannot_be_recorded_is_reported(make_worker, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import math
@@ -12,8 +13,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -61,6 +62,7 @@ _CLOCK = (
 _BALLAST = ".chaos-ballast"
 _POLL_S = 0.1
 _MAX_FILL_BYTES = 2**44
+_FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 
 _log = logging.getLogger(__name__)
 
@@ -248,7 +250,8 @@ def chaos(path: Path, schedule: Schedule, *, resumes: bool, is_agreed: bool) -> 
 
     Raises:
         RunDirectoryError: If the run is not in progress on this machine, or ends without a fault.
-        ConfigError: If a fault does not suit the run, or the user has not agreed.
+        ConfigError: If a fault does not suit the run, the run is another user's, or the user has not agreed.
+        KeyboardInterrupt: On SIGINT and SIGTERM, after stopped processes continue and a filled disk has room.
     """
     run = RunFolder(path.absolute())
     config = run.config()
@@ -259,8 +262,16 @@ def chaos(path: Path, schedule: Schedule, *, resumes: bool, is_agreed: bool) -> 
         )
     if not config.get("checkpointing", {}).get("enabled", True):
         raise ConfigError(f"{path} saves no checkpoints (checkpointing.enabled=false), so it would lose all its steps")
+    owner = run.path.stat().st_uid
+    if os.geteuid() not in (0, owner):
+        raise ConfigError(
+            f"{path} belongs to the user {owner}, whose processes you cannot signal. Ask its owner to run rl chaos"
+        )
     exercise = _Exercise(run, schedule, resumes=resumes)
     with ExitStack() as undo:
+        # A signal must not leave a process stopped, or the disk full.
+        before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+        undo.callback(signal.signal, signal.SIGTERM, before)
         if os.environ.get("RAY_ADDRESS"):
             import ray
 
@@ -356,8 +367,7 @@ class _Exercise:
         stopped_s = self._schedule.stopped_s
         if fault == "disk":
             self._say_fault(f"the disk is full for {stopped_s:g} s", fault, ())
-            with ExitStack() as full:
-                full.callback(_fill(self._run.path / _BALLAST))
+            with _filled(self._run.path / _BALLAST):
                 self._wait_for_end(stopped_s)
             return self._journal.write("the disk has room again", event="undone", fault=fault)
         groups: list[list[RunProcess]] = []
@@ -425,18 +435,20 @@ def resume_command(path: Path) -> list[str]:
     return [sys.executable, "-P", "-m", "rl_launch.cli", "train", str(path)]
 
 
-def _fill(path: Path) -> Callable[[], None]:
-    """Fill the file system of a file; returns the function that empties it."""
+@contextmanager
+def _filled(path: Path) -> Iterator[None]:
+    """Fill the file system of a file, and empty it afterwards."""
     file = os.open(path, os.O_CREAT | os.O_WRONLY, 0o600)
-    size = _MAX_FILL_BYTES
-    while size >= 1:
-        try:
-            os.posix_fallocate(file, os.fstat(file).st_size, size)
-        except OSError:
-            size //= 2
-
-    def empty() -> None:
+    try:
+        size = _MAX_FILL_BYTES
+        while size >= 1:
+            try:
+                os.posix_fallocate(file, os.fstat(file).st_size, size)
+            except OSError as error:
+                if error.errno not in _FULL:
+                    raise
+                size //= 2
+        yield
+    finally:
         os.close(file)
         path.unlink(missing_ok=True)
-
-    return empty

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import math
 import pdb
 import sys
+import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -17,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from rl_algos.rollouts.recorded import RecordedTurns, read_turns
+from rl_algos.rollouts.recorded import RecordedTurns
 from rl_core import resolve
 from rl_core.errors import ConfigError, RLError, RunDirectoryError
 from rl_core.rollouts.group import LOSS_MASK, RolloutGroup
@@ -29,6 +31,8 @@ from rl_launch.session.directory.checkpoint_name import CheckpointName
 from rl_launch.session.directory.run_folder import RunFolder
 from rl_launch.session.observer import RunObserver
 from rl_launch.session.rollouts.rollout_store import open_step, steps_in
+
+_log = logging.getLogger(__name__)
 
 TURNS = "turns"
 """Folder of the recorded turns in a run directory."""
@@ -158,6 +162,11 @@ class Breakpoints(RunObserver):
             except (ValueError, ImportError) as error:
                 raise ConfigError(f"--break {stage}={name}: {error}") from None
 
+    @property
+    def unreached(self) -> tuple[str, ...]:
+        """Stages at which nothing has stopped yet."""
+        return tuple(self._wanted)
+
     def begin_step(self, step: int) -> None:
         self._is_here = step == self._step
 
@@ -266,6 +275,14 @@ def replay(
             f"{run.path} has no checkpoint before step {step} to begin with. A run keeps "
             "checkpointing.keep_top_k checkpoints (null: all), one every checkpointing.save_period steps"
         )
+    # A record that is damaged is found before the steps are made again.
+    for number in range(earlier[-1] + 1, step + 1):
+        if number not in rows:
+            raise RunDirectoryError(
+                f"{run.path / 'metrics.jsonl'} has no step {number}, which lies between the checkpoint step_"
+                f"{earlier[-1]} and step {step}. Restore the file, or replay another step"
+            )
+        _records(run, number)
     folder = _free_folder(run.path / FOLDER, step)
     fixed = (
         f"run_dir={folder}",
@@ -280,17 +297,21 @@ def replay(
     if row is not None and not plan.plugin.generates:
         raise ConfigError(f"--row {row}: {run.path} makes no rollouts; only a rollout can be trained on alone")
     alone = None if row is None else OneRow(_records(run, step), row)
-    turns = read_turns(run.path / TURNS)
-    if plan.plugin.generates and not turns:
+    turns = RecordedTurns(run.path / TURNS)
+    if plan.plugin.generates and not turns.keys:
         raise RunDirectoryError(
             f"{run.path} has not recorded its completions, without which a step cannot be made again. Train with "
             "logger.replay_enabled=true"
         )
-    replayed = ReplayedSteps(RecordedTurns(turns), step, alone, breakpoints)
+    replayed = ReplayedSteps(turns, step, alone, breakpoints)
     point = BranchPoint.parse(f"{run.path}:{earlier[-1]}")
-    train(plan, run_dir=folder, title=f"replay of step {step}", branch_point=point, replayed=replayed)
+    ended = train(plan, run_dir=folder, title=f"replay of step {step}", branch_point=point, replayed=replayed)
+    if ended.stop_signal is not None:
+        raise RLError(f"{ended.stop_signal.name} ended the replay before step {step} was made; run the command again")
     if breakpoints.failure is not None:
         raise breakpoints.failure
+    for stage in breakpoints.unreached:
+        _log.warning("--break %s: step %d of this run has no such stage, so nothing has stopped there", stage, step)
     other = RunFolder(folder)
     made = [stage for number in range(earlier[-1] + 1, step + 1) for stage in compared(run, other, number)]
     return ReplayReport(
@@ -341,8 +362,19 @@ def _records(run: RunFolder, step: int) -> list[Mapping[str, Any]] | None:
     folder = run.path / "rollouts"
     if step not in steps_in(folder):
         return None
-    with open_step(folder, step) as file:
+    with _undamaged(f"the rollouts of step {step} in {folder}"), open_step(folder, step) as file:
         return [json.loads(line) for line in file]
+
+
+@contextlib.contextmanager
+def _undamaged(what: str) -> Iterator[None]:
+    """Turn errors of reading a record of the run into one message with the remedy."""
+    try:
+        yield
+    except (OSError, ValueError, zipfile.BadZipFile) as error:
+        raise RunDirectoryError(
+            f"{what} cannot be read ({error}). Restore the file, or remove it to compare the step without it"
+        ) from None
 
 
 def _of_records(
@@ -374,7 +406,7 @@ def _of_tokens(run: RunFolder, other: RunFolder, step: int) -> Iterator[tuple[st
         folder = each.path / "rollouts"
         if step not in steps_in(folder, "tokens"):
             return
-        with open_step(folder, step, "tokens") as file:
+        with _undamaged(f"the tokens of step {step} in {folder}"), open_step(folder, step, "tokens") as file:
             names = ("prompt_id", "index", "segment", "position", "logprob")
             columns = pq.ParquetFile(file).read(columns=list(names)).to_pydict()
         tables.append({tuple(key): value for *key, value in zip(*(columns[name] for name in names), strict=True)})
@@ -391,7 +423,9 @@ def _of_weights(run: RunFolder, other: RunFolder, step: int) -> Iterator[tuple[s
         return
     for path in sorted(folders[0].rglob("*.safetensors")):
         name = path.relative_to(folders[0])
-        yield f"weights in {name}", tensor_digest(path), tensor_digest(folders[1] / name)
+        with _undamaged(str(path)):
+            digest = tensor_digest(path)
+        yield f"weights in {name}", digest, tensor_digest(folders[1] / name)
 
 
 def tensor_digest(path: Path) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import zipfile
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple, replace
 from typing import Any
@@ -127,11 +128,14 @@ def unpacked_turns(packed: bytes) -> tuple[RolloutTurns, ...]:
         with np.load(io.BytesIO(packed), allow_pickle=False) as arrays:
             state = json.loads(arrays["state"].tobytes())
             named = {name: arrays[name] for name in arrays.files if name != "state"}
-    except (OSError, KeyError, EOFError, zipfile.BadZipFile) as error:
-        raise ValueError(f"these bytes are no turns: {error}") from None
-    experts = {name.removeprefix(_EXPERTS): named.pop(name) for name in [*named] if name.startswith(_EXPERTS)}
-    return turns_from({**state, **named, "routed_experts": experts})
+        experts = {name.removeprefix(_EXPERTS): named.pop(name) for name in [*named] if name.startswith(_EXPERTS)}
+        return turns_from({**state, **named, "routed_experts": experts})
+    except _DAMAGE as error:
+        raise ValueError(f"these bytes are not turns: {type(error).__name__}: {error}") from None
 
+
+_DAMAGE = (OSError, KeyError, ValueError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error)
+"""Errors of reading an archive whose bytes were changed."""
 
 _EXPERTS = "routed_experts/"
 """Beginning of the names of arrays of experts."""
