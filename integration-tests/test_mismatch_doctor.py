@@ -93,31 +93,33 @@ def drifted(tensors):
 
 @pytest.fixture(scope="module", params=ENGINES)
 def engine(request, models):
-    """An engine with the dense model that is started once, and a function that starts one with another model."""
+    """Return a function that samples with an engine. The engine of the dense model is kept until another is needed."""
     kind, settings = ENGINES[request.param]
+    held = {}
     with asyncio.Runner() as runner:
 
-        def started(folder):
-            model = ModelConfig(model_name=str(folder), max_total_sequence_length=128, precision="float32")
-            generator = kind(GenerationConfig(), settings(), model, Placement("cpu"))
-            runner.run(generator.start())
-            return generator
-
-        dense = started(models["dense"])
+        def close():
+            for generator in held.values():
+                runner.run(generator.close())
+            held.clear()
 
         def generated(folder, suffix="", sampling=SAMPLING, alter=None):
-            own = dense if folder == models["dense"] and alter is None else started(folder)
+            if folder not in held or alter is not None:
+                # An engine of vLLM that is closed ends the process groups of all others in its process.
+                close()
+                model = ModelConfig(model_name=str(folder), max_total_sequence_length=128, precision="float32")
+                held[folder] = kind(GenerationConfig(), settings(), model, Placement("cpu"))
+                runner.run(held[folder].start())
             if alter is not None:
-                alter(own)
-            try:
-                return runner.run(sampled(own, suffix, sampling))
-            finally:
-                if own is not dense:
-                    runner.run(own.close())
+                alter(held[folder])
+            rows = runner.run(sampled(held[folder], suffix, sampling))
+            if folder != models["dense"] or alter is not None:
+                close()
+            return rows
 
         generated.name = request.param
         yield generated
-        runner.run(dense.close())
+        close()
 
 
 async def sampled(generator, suffix, sampling):

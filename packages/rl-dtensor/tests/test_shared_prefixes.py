@@ -14,6 +14,7 @@ from rl_core.model_config import LoraConfig, ModelConfig, SequencePackingConfig
 from rl_core.rollouts.group import ROUTED_EXPERTS
 from rl_core.selfcheck.losses import ReturnsLoss, TokenLoss
 from rl_core.selfcheck.pooled_model import PooledModel
+from rl_core.selfcheck.torch.oracle import Oracle
 from rl_core.testing.exhaustive import exhaustive
 from rl_dtensor.selfcheck import MESHES, write_tiny
 
@@ -95,15 +96,35 @@ def passes(
     return columns, gradients, next(metrics for _, metrics in found if metrics)
 
 
-def assert_equal(ranks, folder, batch, **options):
-    """Returns the share of the tokens that was not computed."""
+def exact_gradients(folder, batch):
+    """Return the gradients of `PlainLoss` in float64, by the name of the parameter, from one row at a time."""
+    model = Oracle(folder)
+    model.loss(batch, PlainLoss()).backward()
+    return {name: each.grad for name, each in model.model.named_parameters() if each.grad is not None}
+
+
+def farthest(gradients, reference):
+    """Return the largest difference from the reference, and the name of its parameter."""
+    assert gradients.keys() == reference.keys()
+    return max((float((gradients[name] - each).abs().max()), name) for name, each in reference.items())
+
+
+def assert_equal(ranks, folder, batch, reference=None, **options):
+    """Assert that rows that share prefixes are as near to the reference gradients as separate rows are.
+
+    Args:
+        reference: Gradients by name; those of separate rows if not given.
+
+    Returns:
+        The share of the tokens that was not computed.
+    """
     apart, together = (passes(ranks, folder, batch, shares=shares, **options) for shares in (False, True))
     for name, column in apart[0].items():
         np.testing.assert_allclose(together[0][name].values, column.values, rtol=0, atol=1e-5)
-    assert apart[1].keys() == together[1].keys()
-    largest = max(float(grad.abs().max()) for grad in apart[1].values())
-    for name, grad in apart[1].items():
-        np.testing.assert_allclose(together[1][name], grad, rtol=0, atol=1e-6 * max(1.0, largest), err_msg=name)
+    reference = reference or apart[1]
+    rounding = 1e-6 * max(1.0, *(float(grad.abs().max()) for grad in reference.values()))
+    # Some families amplify the rounding of float32, with and without sharing.
+    assert farthest(together[1], reference)[0] <= max(rounding, 1.5 * farthest(apart[1], reference)[0])
     assert together[2]["loss"] == pytest.approx(apart[2]["loss"], rel=1e-5)
     assert "shared_tokens" not in apart[2]
     return together[2]["shared_tokens"]
@@ -139,7 +160,7 @@ def assert_equal(ranks, folder, batch, **options):
 def test_rows_that_share_prefixes_train_as_separate_rows_do(ranks, tmp_path, family, fields, mesh):
     folder = write_tiny(AutoConfig.for_model(family, **fields), tmp_path / "model")
     for batch in (grouped(24, 9), agents()):
-        assert assert_equal(ranks, folder, batch, mesh=mesh) > 0.3
+        assert assert_equal(ranks, folder, batch, exact_gradients(folder, batch), mesh=mesh) > 0.3
 
 
 @exhaustive  # 9216 tokens in float32.
