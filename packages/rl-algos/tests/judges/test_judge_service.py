@@ -181,6 +181,18 @@ def test_an_entry_of_another_question_is_not_taken(tmp_path):
     assert cache.read("a" * 64, "bb" + "d" * 62) is None
 
 
+def test_answers_that_nobody_reads_are_removed(tmp_path):
+    cache = VerdictCache(tmp_path)
+    for question in ("b" * 64, "c" * 64):
+        cache.write("a" * 64, question, CachedAnswer("good"))
+    for path in tmp_path.rglob("*"):
+        os.utime(path, (0, 0))
+    assert cache.read("a" * 64, "b" * 64) == CachedAnswer("good")
+    cache.prune()
+    assert cache.read("a" * 64, "b" * 64) == CachedAnswer("good")
+    assert cache.read("a" * 64, "c" * 64) is None
+
+
 def test_a_folder_that_cannot_be_written_costs_the_cache_and_not_the_run(tmp_path, caplog):
     blocked = tmp_path / "file"
     blocked.write_text("")

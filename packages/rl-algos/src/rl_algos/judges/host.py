@@ -14,6 +14,7 @@ from rl_algos.judges.answers import JudgeAnswer
 from rl_algos.judges.config import EndpointJudgeConfig, GeneratorJudgeConfig
 from rl_algos.judges.rubrics import Rubric
 from rl_algos.judges.service import JudgeService
+from rl_algos.judges.verdict_cache import VerdictCache
 from rl_core.errors import GeneratorError, WorkerDied
 from rl_core.rollouts.judging import JudgedReward, JudgedRollout, JudgeVerdict, Question
 
@@ -54,7 +55,10 @@ class JudgeHost:
         self._service = JudgeService(spec.judges, spec.cache_folder, spec.spent_file, self._engines.ask, self._version)
 
     async def start(self) -> None:
-        """Do nothing; `AsyncWorkerHost` awaits it."""
+        """Begin to remove verdicts that no run has used for long."""
+        if self._spec.cache_folder is not None:
+            pruned = VerdictCache(self._spec.cache_folder).prune
+            self._pruning = asyncio.create_task(asyncio.to_thread(pruned))
 
     async def ask(self, judge: str, questions: Sequence[Question]) -> list[JudgeVerdict]:
         """See `JudgeService.ask`."""

@@ -5,6 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
+import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -16,6 +19,9 @@ _log = logging.getLogger(__name__)
 
 MAX_ENTRY_BYTES = 2**22
 """Maximum size of an entry."""
+
+MAX_UNUSED_S = 90 * 86400.0
+"""Seconds after which an entry that nobody has read is removed."""
 
 _FORM = {
     "type": "object",
@@ -68,6 +74,8 @@ class VerdictCache:
         try:
             with self._path(judge, question).open("rb") as file:
                 content = file.read(MAX_ENTRY_BYTES + 1)
+                with suppress(OSError):  # A folder of another user cannot be changed, and its owner keeps it small.
+                    os.utime(file.fileno())
         except OSError:
             return None
         digest, _, entry = content.partition(b"\n")
@@ -95,6 +103,14 @@ class VerdictCache:
             if not self._is_broken:
                 _log.warning("verdicts are not kept in %s, so they may be asked again: %s", self._folder, error)
             self._is_broken = True
+
+    def prune(self) -> None:
+        """Remove the answers that nobody has written or read for `MAX_UNUSED_S`, and what killed processes left."""
+        oldest = time.time() - MAX_UNUSED_S
+        for path in self._folder.glob("*/*/*"):
+            with suppress(OSError):  # Another process may have removed it.
+                if path.stat().st_mtime < oldest:
+                    path.unlink()
 
     def _path(self, judge: str, question: str) -> Path:
         return self._folder / judge[:16] / question[:2] / question
