@@ -183,8 +183,8 @@ def test_an_entry_of_another_question_is_not_taken(tmp_path):
 
 def test_answers_that_nobody_reads_are_removed(tmp_path):
     cache = VerdictCache(tmp_path)
-    for question in ("b" * 64, "c" * 64):
-        cache.write("a" * 64, question, CachedAnswer("good"))
+    for asked in ("b" * 64, "c" * 64):
+        cache.write("a" * 64, asked, CachedAnswer("good"))
     for path in tmp_path.rglob("*"):
         os.utime(path, (0, 0))
     assert cache.read("a" * 64, "b" * 64) == CachedAnswer("good")
