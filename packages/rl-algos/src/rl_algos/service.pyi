@@ -2,6 +2,8 @@ from rl_algos import hub as hub
 from rl_algos.data.config import DataConfig as DataConfig
 from rl_algos.data.config import DatasetConfig as DatasetConfig
 from rl_algos.data.config import Purpose as Purpose
+from rl_algos.data.contamination import Overlap as Overlap
+from rl_algos.data.contamination import overlaps as overlaps
 from rl_algos.data.encoding import with_section as with_section
 from rl_algos.data.examples import OpenDataset as OpenDataset
 from rl_algos.data.examples import load_datasets as load_datasets

@@ -123,5 +123,5 @@ def test_where_that_selects_nothing_is_refused(tmp_path, where, says):
 
 
 def test_where_needs_all_rows():
-    with pytest.raises(ValueError, match=r"train\.where: got \{"a": 1\}: needs all rows"):
+    with pytest.raises(ValueError, match=r"train\.where: got .* needs all rows"):
         DataConfig.model_validate({"train": {"dataset_name": "o/n", "where": {"a": 1}, "streaming": True}})

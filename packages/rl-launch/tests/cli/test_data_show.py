@@ -202,3 +202,26 @@ def test_no_engine_is_loaded():
     loaded = loaded_by_command("rl_launch.cli:main", "data", "show", "sft-arithmetic")
     assert "tokenizers" in loaded
     assert not loaded & {"ray", "torch", "vllm"}
+
+
+def test_validation_prompts_and_tasks_that_the_training_rows_contain_are_listed():
+    sums = written("sums.jsonl", [{"messages": f"{each}+{each}=", "answer": str(2 * each)} for each in range(5)])
+    data = [f"data.train={{data_path: {sums}, env_name: math, where: {{answer: ['0', '4', '8']}}}}"]
+    task = f"eval.tasks=[{{name: sums, dataset: {{data_path: {sums}, env_name: math}}}}]"
+    found = shown("grpo-arithmetic", *data, task, "--rows", "0", "--contamination")["contamination"]
+    leaks = [f"sums.jsonl, line {line}" for line in (1, 3, 5)]
+    assert found["validation"]["prompts"] == {}
+    assert found["sums"]["num_prompts"] == 5
+    assert found["sums"]["prompts"] == {place: {"kind": "copied", "place": place, "share": 1.0} for place in leaks}
+    text = rl("grpo-arithmetic", *data, task, "--rows", "0", "--contamination")
+    assert "sums: of 5 prompts, the training rows contain 3 and have 0 similar ones" in text
+    assert f"{leaks[1]}: copied (100%) in {leaks[1]}" in text
+    rows = written("chats.jsonl", CHATS)
+    assert "neither validation data nor tasks" in refusal(rows, "--contamination", "--rows", "0")
+
+
+def test_leaks_into_preferences_are_found():
+    pairs = written("pairs.jsonl", [{"prompt": "1+1?", "chosen": "2", "rejected": "3"}])
+    data = [f"data.train={{data_path: {pairs}}}", f"data.validation={{data_path: {pairs}}}"]
+    found = shown("dpo-tiny", *data, "--rows", "0", "--contamination")["contamination"]["validation"]
+    assert list(found["prompts"]) == ["pairs.jsonl, line 1"]

@@ -1,12 +1,15 @@
 """Evaluations on a scripted generator, with numbers computed by hand."""
 
 import json
+from dataclasses import replace
 from io import StringIO
 
+import numpy as np
 import pytest
 from rich.console import Console
 from scripted import Killed, ScriptedPool, make_plan, make_prompt, make_task
 
+from rl_algos.data.contamination import Overlap
 from rl_core.config import Config
 from rl_core.errors import ConfigError, RolloutsFailed, RunDirectoryError
 from rl_launch.commands.evaluate import _result, roll_out
@@ -132,6 +135,16 @@ def test_a_result_reads_back_equal(tmp_path):
     assert EvaluationResult.read(tmp_path) == result
     assert EvaluationResult.read(tmp_path / "eval.json") == result
     assert "mean 0.25, pass@2" in repr(result)
+    overlap = Overlap("copied", "rows.jsonl, line 7", 0.75)
+    searched = replace(result, contamination={"sums": {result.prompts["sums"][1].id: overlap}})
+    (tmp_path / "eval.json").write_text(json.dumps(searched.as_json()))
+    assert EvaluationResult.read(tmp_path) == searched
+    console = Console(file=StringIO(), width=200)
+    show_result(searched, console)
+    others = np.mean([np.mean(each.rewards) for each in result.prompts["sums"][::2]])
+    assert "sums: of 3 prompts, the training rows contain 1 and have 0 similar ones" in console.file.getvalue()
+    assert "copied (75%) in rows.jsonl, line 7" in console.file.getvalue()
+    assert f"sums: mean {others:.4g} on the other 2 prompts" in console.file.getvalue()
     with pytest.raises(ConfigError, match="is not the result of an evaluation"):
         EvaluationResult.read(tmp_path / "nothing")
     (tmp_path / "eval.json").write_text("{}")

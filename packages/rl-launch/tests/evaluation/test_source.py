@@ -54,6 +54,16 @@ def test_a_run_is_evaluated_at_its_newest_checkpoint_with_its_own_settings(run):
     assert given.folder.name.startswith("eval-mine-step_4-")
 
 
+def test_the_training_rows_are_those_of_the_run_or_recipe(run, model, tmp_path):
+    assert evaluation_of(str(run)).training().config.data.train.dataset_name == "arithmetic"
+    sft = make_run(tmp_path / "sft", "sft-arithmetic", model)
+    given = evaluation_of(str(sft), tasks=["arithmetic"])
+    assert given.plan.config.algorithm == "evaluation"
+    assert given.training().config.algorithm == "sft"
+    with pytest.raises(ConfigError, match="--contamination compares prompts with training rows"):
+        evaluation_of(str(model), tasks=["arithmetic"]).training()
+
+
 def test_a_checkpoint_of_a_run_is_named_by_its_step_or_folder(run):
     for source in (f"{run}:2", f"{run}/checkpoints/step_2"):
         assert evaluation_of(source).plan.config.policy.model_name == str(run / "checkpoints" / "step_2" / "hf")

@@ -146,7 +146,12 @@ def train(
 
 @_told_plainly
 def evaluate(
-    config: Source, overrides: Overrides = (), *, tasks: Sequence[str] = (), verbose: bool = False
+    config: Source,
+    overrides: Overrides = (),
+    *,
+    tasks: Sequence[str] = (),
+    contamination: bool = False,
+    verbose: bool = False,
 ) -> EvaluationResult:
     """Score a model on tasks, or on the validation data of a run or recipe, and return the result.
 
@@ -158,6 +163,7 @@ def evaluate(
             be rows.
         tasks: Names of tasks, such as `gsm8k` or `reasoning_gym/chain_sum`; the tasks of the config, or its validation
             data, if empty.
+        contamination: True to find the prompts that the training rows of the run or recipe contain.
         verbose: Log more.
 
     Raises:
@@ -174,7 +180,7 @@ def evaluate(
     from rl_launch.commands.evaluate import evaluate as run
 
     with kept(values.files, given.folder, given.plan.config.logger.run_dir_access):
-        return run(given.plan, folder=given.folder)
+        return run(given.plan, folder=given.folder, trained=given.training() if contamination else None)
 
 
 @_told_plainly

@@ -290,6 +290,9 @@ def show_rows(
     row: Annotated[int | None, option("--row", "Show only the Nth row.", "N", min=1)] = None,
     over: Annotated[int | None, option("--over", "Count over the first N rows (default: 1000).", "N", min=1)] = None,
     validation: Annotated[bool, option("--validation", "Show the validation data.")] = False,
+    contamination: Annotated[
+        bool, option("--contamination", "Find validation prompts and prompts of tasks that the training rows contain.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show how rows of data are read: the text of the model with special tokens, the parts that are learned (green, or
@@ -301,14 +304,17 @@ def show_rows(
     With --json: {"schema": 1, "algorithm", "model", "limit", "datasets": [{"name", "num_rows", "rows": [{"number",
     "place", "texts": [{"title", "num_tokens", "num_learned", "too_long", "spans": [{"text", "learned"}, ...]}, ...],
     "environment", "fields", "not_used"}, ...], "counts": {"num_read", "tokens": {"min", "median", "max"},
-    "num_learned", "num_too_long", "not_used": {REASON: COUNT}, "num_ending"}}, ...]}.
+    "num_learned", "num_too_long", "not_used": {REASON: COUNT}, "num_ending"}}, ...], "contamination": {TASK:
+    {"num_prompts", "prompts": {PLACE: {"kind", "place", "share"}}}}}.
     """
     with reported():
         from rich.console import Console
 
         from rl_core.errors import ConfigError
         from rl_launch.cli import data_text
+        from rl_launch.commands import data_rows
         from rl_launch.commands.data_rows import MAX_READ, counts, ends_run, given_rows, shown_row
+        from rl_launch.evaluation.result import show_contamination
 
         given = given_rows(recipe, overrides or (), model=model, algorithm=algorithm, validation=validation)
         if row is not None and all(row > len(dataset.numbers) for dataset in given.datasets):
@@ -320,10 +326,14 @@ def show_rows(
             chosen = range(1, min(rows, size) + 1) if row is None else range(row, row + 1) if row <= size else range(0)
             found = [shown_row(given, dataset, number) for number in chosen]
             shown.append((dataset, found, counts(given, dataset, over or MAX_READ)))
+        contained = data_rows.contamination(given) if contamination else {}
         if as_json:
-            sys.stdout.write(json.dumps(data_text.as_json(given, shown), indent=2, ensure_ascii=False) + "\n")
+            values = data_text.as_json(given, shown, contained)
+            sys.stdout.write(json.dumps(values, indent=2, ensure_ascii=False) + "\n")
         else:
             data_text.print_rows(recipe, given, shown, Console())
+            for task, (num_prompts, overlaps) in contained.items():
+                show_contamination(task, num_prompts, overlaps, Console())
         ends = any(counted.num_ending or any(ends_run(given, each) for each in found) for _, found, counted in shown)
         if given.is_run and ends:
             raise typer.Exit(1)

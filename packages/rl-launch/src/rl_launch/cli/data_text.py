@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from rich.console import Console
 from rich.text import Text as Line
 
 if TYPE_CHECKING:
+    from rl_algos.data.contamination import Overlap
     from rl_algos.data.examples import OpenDataset
     from rl_algos.data.preview import Text
     from rl_algos.data.rows.example import Example
@@ -100,8 +102,12 @@ def _print_counts(given: GivenRows, dataset: OpenDataset, found: Counts, console
         _print(console, Line("--model MODEL shows the text and the tokens that a model reads", "dim"))
 
 
-def as_json(given: GivenRows, shown: Sequence[tuple[OpenDataset, Sequence[ShownRow], Counts]]) -> dict[str, Any]:
-    """Return the rows and counts as plain values."""
+def as_json(
+    given: GivenRows,
+    shown: Sequence[tuple[OpenDataset, Sequence[ShownRow], Counts]],
+    contained: Mapping[str, tuple[int, Mapping[str, Overlap]]],
+) -> dict[str, Any]:
+    """Return the rows, the counts and the prompts that training rows contain as plain values."""
     return {
         "schema": 1,
         "algorithm": given.config.algorithm,
@@ -127,6 +133,10 @@ def as_json(given: GivenRows, shown: Sequence[tuple[OpenDataset, Sequence[ShownR
             }
             for dataset, rows, found in shown
         ],
+        "contamination": {
+            task: {"num_prompts": num_prompts, "prompts": {place: asdict(each) for place, each in found.items()}}
+            for task, (num_prompts, found) in contained.items()
+        },
     }
 
 

@@ -44,6 +44,9 @@ def evaluate(
         ),
     ] = "",
     against: Annotated[Path | None, option("--against", "Compare with an earlier evaluation.", "RESULT")] = None,
+    contamination: Annotated[
+        bool, option("--contamination", "Find the prompts that the training rows of the run contain.")
+    ] = False,
     as_json: AsJson = False,
     verbose: Verbose = False,
 ) -> None:
@@ -71,7 +74,7 @@ def evaluate(
         from rl_launch.commands.evaluate import evaluate as run
 
         show_logs(verbose=verbose)
-        result = run(given.plan, folder=given.folder)
+        result = run(given.plan, folder=given.folder, trained=given.training() if contamination else None)
         compared = None if earlier is None else compare_results(earlier, result)
         if as_json:
             found = {"schema": 1, "mean_reward": result.mean_reward, **result.counts, "path": str(result.path)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -12,16 +12,19 @@ from pathlib import Path
 from typing import Any
 
 from rl_algos.data.config import DataConfig, Purpose
+from rl_algos.data.contamination import Overlap, overlaps
 from rl_algos.data.examples import OpenDataset, open_datasets
 from rl_algos.data.pass_rates import pass_rates, reason_to_leave_out
 from rl_algos.data.preview import Refusal, RowReader, Text
 from rl_algos.data.rows.example import WRITTEN, Example, info_of
 from rl_algos.data.sources.hub_datasets import DATASETS as ON_HUB
 from rl_algos.data.sources.hub_datasets import PREFERENCES
+from rl_algos.evaluation.tasks import task_of
 from rl_core.algorithm import Algorithm, implementation_of
 from rl_core.config import assemble, did_you_mean, load, resolve
 from rl_core.errors import ConfigError, DataError
 from rl_core.plugins import ALGORITHMS, DATASETS, algorithm_named, names
+from rl_core.rollouts.rollout import Message
 from rl_launch.commands.explain import names_config
 from rl_launch.model_files.local_models import MADE_HERE, TINY, untrained_model
 from rl_launch.recipes import recipe_names
@@ -192,6 +195,47 @@ def counts(given: GivenRows, dataset: OpenDataset, most: int = MAX_READ) -> Coun
         num_learned += sum(int(text.learned.sum()) for text in row.texts)
         num_too_long += any(row.too_long)
     return Counts(num_read, sorted(lengths), num_learned, num_too_long, dict(refusals.most_common()), num_ending)
+
+
+def training_rows(config: Any) -> Iterator[OpenDataset]:
+    """Return the training datasets of a resolved config, to read their rows as its algorithm does.
+
+    Raises:
+        ConfigError: If the rows of the algorithm cannot be read without a run.
+        DataError: If a dataset cannot be read.
+    """
+    _check_shown(config.algorithm)
+    reader: RowReader = implementation_of(algorithm_named(config.algorithm)).row_reader(config)
+    return open_datasets(config.data, "train", reader.processor)
+
+
+def contamination(given: GivenRows) -> dict[str, tuple[int, dict[str, Overlap]]]:
+    """Return how many prompts the validation data and each task of a config have, and which of them its training rows
+    contain, by their place.
+
+    Raises:
+        ConfigError: If the config has neither validation data nor tasks.
+        DataError: If rows cannot be read.
+    """
+    config = given.config
+    evaluation = getattr(config, "eval", None)
+    listed = [] if evaluation is None else [task_of(each, evaluation, config.data) for each in evaluation.tasks]
+    data = {each.name: DataConfig(train=each.dataset, validation=each.dataset) for each in listed}
+    if config.data.validation_datasets:
+        data["validation"] = config.data
+    if not data:
+        raise ConfigError(
+            "--contamination: the config has neither validation data nor tasks. Set data.validation or eval.tasks"
+        )
+    prompts: dict[str, dict[str, Sequence[Message]]] = {}
+    for name, each in data.items():
+        prompts[name] = {}
+        for dataset in open_datasets(each, "validation", given.reader.processor):
+            for number in dataset.numbers:
+                with suppress(DataError):
+                    prompts[name][dataset.rows.place(number)] = dataset.convert(dataset.rows.rows[number]).prompt
+    found = overlaps(prompts, training_rows(config))
+    return {name: (len(prompts[name]), each) for name, each in found.items()}
 
 
 def ends_run(given: GivenRows, row: ShownRow) -> bool:

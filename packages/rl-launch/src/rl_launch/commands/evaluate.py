@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
+from rl_algos.data.contamination import overlaps
 from rl_algos.evaluation.summary import PromptScore, listed, summarize
 from rl_algos.judges.needs import language_judges, with_judges
 from rl_algos.rollouts.driver.judged import ModelJudges
@@ -22,7 +23,9 @@ from rl_core.environments.trial import Trial
 from rl_core.errors import ConfigError, RolloutsFailed
 from rl_core.rollouts.group import RolloutGroup
 from rl_core.rollouts.pool import RolloutPool, Ticket
+from rl_core.rollouts.rollout import Prompt
 from rl_launch.cluster.device import check_devices
+from rl_launch.commands.data_rows import training_rows
 from rl_launch.commands.train import with_local_models
 from rl_launch.evaluation.folder import Done, EvaluationFolder, identity_of, prompt_digest
 from rl_launch.evaluation.progress import EvaluationProgress
@@ -40,7 +43,7 @@ JUDGED_TOGETHER = 64
 """Number of groups that models judge at once, which may take the devices of the engines for that."""
 
 
-def evaluate(plan: RunPlan, *, folder: str | Path) -> EvaluationResult:
+def evaluate(plan: RunPlan, *, folder: str | Path, trained: RunPlan | None = None) -> EvaluationResult:
     """Score the weights at `policy.model_name` on the tasks of a config, or on its validation data.
 
     Finished groups are kept in the folder. An evaluation that was killed there continues with the others, and a
@@ -49,6 +52,8 @@ def evaluate(plan: RunPlan, *, folder: str | Path) -> EvaluationResult:
     Args:
         plan: Plan of a run, or of an evaluation.
         folder: Folder for the results, rollouts and logs.
+        trained: Plan of the run that trained the model, to find the prompts that its training rows contain; None to
+            leave that out.
 
     Raises:
         ConfigError: If the algorithm does not evaluate by rollouts, or this machine does not have the devices or
@@ -83,13 +88,17 @@ def evaluate(plan: RunPlan, *, folder: str | Path) -> EvaluationResult:
     rollouts: EvaluationPlan = evaluation.plan(tokenizer)
     # Models that are made here have their folders only now.
     rollouts = replace(rollouts, needs=with_judges(rollouts.needs, config))
+    contained = None
+    if trained is not None:
+        asked = {task.name: {prompt.id: prompt.messages for prompt in _prompts(task)} for task in rollouts.tasks}
+        contained = overlaps(asked, training_rows(trained.config))
     identity, samples = identity_of(config, rollouts), {task.name: task.num_samples for task in rollouts.tasks}
     done = place.open(identity, written.root, samples)
     try:
         if any(_waiting(task, done) for task in rollouts.tasks):
             _log.info("results: %s", place.path)
             done |= _roll_out(plan, rollouts, place, done, untried)
-        result = _result(place, config.policy.model_name, rollouts, done)
+        result = replace(_result(place, config.policy.model_name, rollouts, done), contamination=contained)
         place.write_result(result.as_json())
         return result
     finally:
@@ -162,6 +171,10 @@ def _waiting(task: EvaluationTask, done: Done) -> list[Any]:
     return [group for group in task.groups if (task.name, group.prompt.id) not in done]
 
 
+def _prompts(task: EvaluationTask) -> list[Prompt]:
+    return [group.prompt for group in task.groups] + [prompt for prompt, _ in task.refused]
+
+
 def _result(place: EvaluationFolder, model: str, plan: EvaluationPlan, done: Done) -> EvaluationResult:
     """Return the result of all groups.
 
@@ -170,7 +183,6 @@ def _result(place: EvaluationFolder, model: str, plan: EvaluationPlan, done: Don
     """
     tasks, prompts = {}, {}
     for task in plan.tasks:
-        asked = [group.prompt for group in task.groups] + [prompt for prompt, _ in task.refused]
         refused = [PromptScore.refused(p.id, p.dataset, reason, task.num_samples) for p, reason in task.refused]
         scores = [done[task.name, group.prompt.id] for group in task.groups] + refused
         tasks[task.name] = summary = summarize(scores, plan.scoring)
@@ -182,6 +194,6 @@ def _result(place: EvaluationFolder, model: str, plan: EvaluationPlan, done: Don
             )
         prompts[task.name] = tuple(
             ScoredPrompt(prompt.id, prompt_digest(prompt), tuple(sample.reward for sample in score.samples))
-            for prompt, score in zip(asked, scores, strict=True)
+            for prompt, score in zip(_prompts(task), scores, strict=True)
         )
     return EvaluationResult(place.path, model, tasks, prompts, plan.scoring.confidence)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from rl_algos.data.contamination import Overlap
 from rl_algos.evaluation.estimates import Estimate, ModelComparison, compare
 from rl_algos.evaluation.summary import Summary, listed
 from rl_core.errors import ConfigError
@@ -42,6 +44,7 @@ class EvaluationResult:
         tasks: Summary of each task by its name; `validation` is the run's validation data.
         prompts: Rewards of every prompt, by task.
         confidence: Confidence level of the intervals.
+        contamination: Prompts that the training rows contain, by task and id; None if nobody looked.
     """
 
     path: Path
@@ -49,6 +52,7 @@ class EvaluationResult:
     tasks: Mapping[str, Summary]
     prompts: Mapping[str, tuple[ScoredPrompt, ...]]
     confidence: float
+    contamination: Mapping[str, Mapping[str, Overlap]] | None = None
 
     @property
     def rewards(self) -> np.ndarray:
@@ -68,12 +72,15 @@ class EvaluationResult:
 
     def as_json(self) -> dict[str, Any]:
         """Return the contents of `eval.json`."""
+        found = self.contamination or {}
+        contained = {task: {id: asdict(each) for id, each in overlaps.items()} for task, overlaps in found.items()}
         return {
             "schema": 1,
             "model": self.model,
             "confidence": self.confidence,
             "tasks": {name: asdict(summary) for name, summary in self.tasks.items()},
             "prompts": {name: [[p.id, p.digest, list(p.rewards)] for p in task] for name, task in self.prompts.items()},
+            **({"contamination": contained} if self.contamination is not None else {}),
         }
 
     @classmethod
@@ -98,7 +105,12 @@ class EvaluationResult:
                 name: tuple(ScoredPrompt(id, digest, tuple(rewards)) for id, digest, rewards in task)
                 for name, task in data["prompts"].items()
             }
-            return cls(file.parent, data["model"], tasks, prompts, data["confidence"])
+            contained = data.get("contamination")
+            if contained is not None:
+                contained = {
+                    name: {id: Overlap(**found) for id, found in each.items()} for name, each in contained.items()
+                }
+            return cls(file.parent, data["model"], tasks, prompts, data["confidence"], contained)
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{file} is not the result of an evaluation: {error!r}") from None
 
@@ -141,6 +153,7 @@ def _means(prompts: tuple[ScoredPrompt, ...]) -> dict[str, float]:
 
 
 _MIN_TRUNCATED_SHARE = 0.05
+_MAX_OVERLAPS = 5
 
 
 def show_result(result: EvaluationResult, console: Console) -> None:
@@ -171,7 +184,28 @@ def show_result(result: EvaluationResult, console: Console) -> None:
                 "limit. Increase eval.max_new_tokens and policy.max_total_sequence_length, or eval.max_turns",
                 soft_wrap=True,
             )
+        if result.contamination is not None:
+            show_contamination(task, summary.num_prompts, result.contamination[task], console)
+            clean = [
+                np.mean(each.rewards) for each in result.prompts[task] if each.id not in result.contamination[task]
+            ]
+            if len(clean) not in (0, summary.num_prompts):
+                console.print(f"{task}: mean {np.mean(clean):.4g} on the other {len(clean)} prompts", soft_wrap=True)
     console.print(f"Results and rollouts: {result.path}", soft_wrap=True)
+
+
+def show_contamination(task: str, num_prompts: int, found: Mapping[str, Overlap], console: Console) -> None:
+    """Print how many prompts of a task the training rows contain, and the first of them."""
+    kinds = [each.kind for each in found.values()]
+    console.print(
+        f"{task}: of {num_prompts} prompts, the training rows contain {kinds.count('copied')} and have "
+        f"{kinds.count('similar')} similar ones",
+        soft_wrap=True,
+    )
+    for name, each in islice(found.items(), _MAX_OVERLAPS):
+        console.print(f"  {name}: {each.kind} ({each.share:.0%}) in {each.place}", soft_wrap=True, markup=False)
+    if len(found) > _MAX_OVERLAPS:
+        console.print(f"  and {len(found) - _MAX_OVERLAPS} others", soft_wrap=True)
 
 
 def show_comparison(

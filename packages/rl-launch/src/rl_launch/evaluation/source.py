@@ -29,6 +29,7 @@ ALGORITHM = "evaluation"
 
 _RUN_DIR = "run_dir="
 _MODEL = "policy.model_name="
+_NO_CALLBACKS = "callbacks=[]"
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _KEPT = ("tokenizer", "precision", "max_total_sequence_length", "hf_config_overrides")
 """Keys of `policy` that an evaluation takes from a run whose algorithm generates nothing."""
@@ -40,10 +41,22 @@ class GivenEvaluation(NamedTuple):
     Args:
         plan: Plan of the evaluation, or of the run that is evaluated.
         folder: Folder for its results, which can already contain some of them.
+        run: Folder of the run that trained the model; None if no run is named.
     """
 
     plan: RunPlan
     folder: Path
+    run: Path | None = None
+
+    def training(self) -> RunPlan:
+        """Return the plan with the rows that the model was trained on; raise a `ConfigError` if none is known."""
+        plan = self.plan
+        if self.run is not None and not hasattr(plan.config, "data"):
+            plan = read_plan(self.run, [_NO_CALLBACKS])
+        if not hasattr(plan.config, "data"):
+            name = option("--contamination", "contamination=True")
+            raise ConfigError(f"{name} compares prompts with training rows. Evaluate a run or a recipe that has data")
+        return plan
 
 
 def evaluation_of(
@@ -81,8 +94,9 @@ def evaluation_of(
     named = CheckpointName.parse(source)
     if problem := absent_run(source):
         raise RunDirectoryError(problem.message)
+    run: Path | None = None
     if named is not None and not is_model(source):
-        plan, name = _of_run(named, overrides)
+        run, plan, name = _of_run(named, overrides)
     elif is_model(source):
         policy: dict[str, Any] = {"model_name": source}
         limit = longest_of(source)
@@ -91,7 +105,7 @@ def evaluation_of(
         plan, name = read_plan({"algorithm": ALGORITHM, "policy": policy}, overrides), path.name
     else:
         plan, name = read_plan(source, overrides), path.stem
-    return GivenEvaluation(plan, _folder(plan.config, overrides, name))
+    return GivenEvaluation(plan, _folder(plan.config, overrides, name), run)
 
 
 def is_model(source: str) -> bool:
@@ -103,8 +117,8 @@ def is_model(source: str) -> bool:
     return source in MADE_HERE or bool(_HUB_NAME.fullmatch(source) and not is_file and not source.startswith("."))
 
 
-def _of_run(named: CheckpointName, overrides: Sequence[str]) -> tuple[RunPlan, str]:
-    """Return the plan of a run with the weights of a checkpoint, and the name of its evaluation."""
+def _of_run(named: CheckpointName, overrides: Sequence[str]) -> tuple[Path, RunPlan, str]:
+    """Return the folder of a run, the plan of an evaluation of its checkpoint, and the name of the evaluation."""
     run = RunFolder(named.run)
     name = run.path.resolve().name
     if any(override.startswith(_MODEL) for override in overrides):
@@ -115,13 +129,13 @@ def _of_run(named: CheckpointName, overrides: Sequence[str]) -> tuple[RunPlan, s
     raw = read_raw(run.path)
     if algorithm_named(str(raw.select("algorithm"))).evaluates:
         # training alone calls callbacks, whose files may not be here
-        return read_plan(run.path, [*model, "callbacks=[]", *overrides]), name
+        return run.path, read_plan(run.path, [*model, _NO_CALLBACKS, *overrides]), name
     written = run.config()
     policy = {key: value for key, value in written.get("policy", {}).items() if key in _KEPT}
     values: dict[str, Any] = {"algorithm": ALGORITHM, "policy": {"model_name": run.description().model, **policy}}
     if "cluster" in written:
         values["cluster"] = written["cluster"]
-    return read_plan(values, [*model, *overrides]), name
+    return run.path, read_plan(values, [*model, *overrides]), name
 
 
 def _folder(config: RunConfig, overrides: Sequence[str], name: str) -> Path:
