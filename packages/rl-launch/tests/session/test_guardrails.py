@@ -14,6 +14,7 @@ from rl_launch.session import RunSession
 from rl_launch.session.config import GuardrailConfig
 from rl_launch.session.guardrails import (
     FILE,
+    FOUND_METRICS,
     GuardrailEvent,
     GuardrailRestart,
     Guardrails,
@@ -201,17 +202,41 @@ def test_actions_are_shown_first(tmp_path):
 @pytest.mark.parametrize(
     ("written", "message"),
     [
-        ({"metric": "a", "action": "stop", "change": {"policy.max_grad_norm": 1}}, "has no effect with action stop"),
+        ({"metric": "a", "above": 1, "action": "stop", "change": {"grpo.seed": 1}}, "has no effect with action stop"),
+        ({"metric": "a", "above": 1, "below": 2}, "is broken by every value: above is 1 and below is 2"),
+        ({"metric": "a", "above": float("nan")}, "has a bound that is not a number"),
+        ({"metric": "train/loss"}, "no finding of rl show is about its metric"),
         ({"metric": "a", "above": 1, "action": "skip_step"}, "only train/grad_norm is known"),
         ({"metric": "a", "above": 1, "action": "lower_staleness"}, "needs rollouts that are older"),
-        ({"metric": "a", "action": "rollback", "change": {"policy.lr": 1}}, "'policy.lr', which is no key"),
+        ({"metric": "a", "action": "rollback", "change": {"policy.lr": 1}}, "'policy.lr', which is not a key"),
         ({"metric": "a", "action": "rollback", "change": {"cluster.num_nodes": 2}}, "cannot change cluster.num_nodes"),
+        ({"metric": "a", "action": "rollback", "change": {"policy.lora_cfg": {"dim": 2}}}, "which needs a new run"),
         ({"metric": "a", "action": "rollback", "change": {"policy.precision": "x2"}}, "whose value is 'float32'"),
     ],
 )
 def test_a_rule_that_cannot_act_is_refused(written, message):
     with pytest.raises(ConfigError, match=message):
         read_plan({"defaults": "grpo-arithmetic", "guardrails": {"rule": written}})
+
+
+def test_a_change_that_the_config_refuses_is_found_before_the_run_begins(tmp_path):
+    rule = {"metric": "a", "above": 1, "action": "rollback", "change": {"policy.max_grad_norm": -1}}
+    plan = read_plan({"defaults": "sft-arithmetic", "guardrails": {"rule": rule}})
+    with pytest.raises(ConfigError, match=r"policy\.max_grad_norm"):
+        guarded(plan, tmp_path)
+
+
+def test_a_metric_that_no_step_has_is_named_once_with_similar_ones(tmp_path, caplog):
+    metrics = ("reward/maen", "reward/mean", "val/accuracy", "eval/accuracy")
+    rules = {metric: GuardrailConfig(metric=metric, below=-1) for metric in metrics}
+    guardrails = Guardrails(rules, tmp_path, lambda rows: [])
+    guardrails.start([{"step": 1, "reward/mean": 0.0}])
+    for step in range(2, 40):
+        guardrails.after_step(step, {"reward/mean": 0.0, **({"val/loss": 1.0} if step == 30 else {})})
+    assert [record.message for record in caplog.records] == [
+        "guardrail reward/maen does nothing: none of 10 steps has the metric reward/maen (similar ones: reward/mean)",
+        "guardrail val/accuracy does nothing: none of 30 steps has the metric val/accuracy (similar ones: none)",
+    ]
 
 
 def test_a_bound_of_skipped_steps_reaches_the_trainer(tmp_path):
@@ -233,31 +258,65 @@ def test_changes_of_a_run_hold_when_it_is_resumed(tmp_path):
 RECORDED = json.loads((Path(__file__).parent / "recorded_metrics.json").read_text())
 """Metrics of the first 50 steps of tiny recipes that learn, and of a run with a learning rate that destroyed it."""
 
-DEFAULT_RULES = (
-    "reward/mean",
-    "policy/nll",
-    "policy/kl",
-    "mismatch/kl",
-    "train/skipped_steps",
-    "rollout/failed",
-    "val/loss",
-    "train/loss",
-)
-"""Metrics of findings that mean harm to a run, whatever it is for."""
-
 
 @pytest.mark.parametrize("name", RECORDED)
 def test_rules_without_a_bound_act_on_a_run_that_collapsed_and_on_none_that_learned(tmp_path, name):
     recorded = RECORDED[name]
     config = {recorded["section"]: {"num_prompts_per_step": recorded["num_prompts_per_step"]}}
-    rules = {metric: GuardrailConfig(metric=metric, action="stop") for metric in DEFAULT_RULES}
+    rows = []
+    for values in zip(*recorded["metrics"].values(), strict=True):
+        rows.append({key: value for key, value in zip(recorded["metrics"], values, strict=True) if value is not None})
+    event = first_event(tmp_path, rows, config)
+    assert (None if event is None else event.rule) == ("reward/mean" if name == "collapsed" else None)
+    if event is not None:
+        assert "the run collapsed: reward/mean was 0.688 at step 7" in event.reason
+
+
+def first_event(tmp_path, rows, config):
+    """Return the first action of rules on all metrics that need no bound; None if they are kept."""
+    rules = {metric: GuardrailConfig(metric=metric, action="stop") for metric in FOUND_METRICS}
     guardrails = Guardrails(rules, tmp_path, lambda rows: findings(rows, config, of_changes=True))
     guardrails.start([])
-    events = []
-    for step, values in enumerate(zip(*recorded["metrics"].values(), strict=True), start=1):
-        row = {key: value for key, value in zip(recorded["metrics"], values, strict=True) if value is not None}
-        if event := guardrails.after_step(step, row):
-            events.append(event)
-    assert ([events[0].rule] if events else []) == (["reward/mean"] if name == "collapsed" else [])
-    if events:
-        assert "the run collapsed: reward/mean was 0.688 at step 7" in events[0].reason
+    events = (guardrails.after_step(step, row) for step, row in enumerate(rows, start=1))
+    return next(filter(None, events), None)
+
+
+FAULTS = {
+    "reward/mean": {"reward/mean": (0.5, 0.0), "reward/std": (0.5, 0.0), "rollout/groups_without_signal": (8, 64)},
+    "policy/nll": {"policy/nll": (0.8, 0.02)},
+    "policy/kl": {"policy/kl": (0.01, 0.6)},
+    "policy/clipped": {"policy/clipped": (0.02, 0.7)},
+    "val/loss": {"val/loss": (1.0, 1.5)},
+    "mismatch/kl": {"mismatch/kl": (0.0002, 0.1)},
+    "mismatch/effective_sample_size": {"mismatch/effective_sample_size": (0.97, 0.1)},
+    "train/skipped_steps": {"train/skipped_steps": (0, 1)},
+    "rollout/failed": {"rollout/failed": (0, 200)},
+    "rollout/truncated": {"rollout/truncated": (0.01, 0.5)},
+    "idle/trainer": {"idle/trainer": (0.02, 0.8)},
+    "speculation/tokens_per_step": {"speculation/tokens_per_step": (2.5, 1.1)},
+    "speculation/acceptance_rate": {"speculation/acceptance_rate": (0.8, 0.1)},
+}
+"""For each rule, its metrics in steps without the fault and with it."""
+
+
+@pytest.mark.parametrize("metric", FOUND_METRICS)
+def test_each_rule_without_a_bound_acts_first_on_a_run_with_its_own_fault(tmp_path, metric):
+    speculation = {"model": "drafter", "min_tokens_per_step": 1.5}
+    config = {
+        "grpo": {"num_prompts_per_step": 64, "num_generations_per_prompt": 8},
+        "policy": {"generation": {"vllm_cfg": {"speculation": speculation}}},
+    }
+    healthy = {name: good for fault in FAULTS.values() for name, (good, _) in fault.items()}
+    rows = [{"step": step, **healthy} for step in range(1, 61)]
+    assert first_event(tmp_path, rows, config) is None
+    for row in rows[29:]:
+        row.update({name: bad for name, (_, bad) in FAULTS[metric].items()})
+    event = first_event(tmp_path, rows, config)
+    assert event.rule == metric
+    assert event.onset >= 30
+
+
+def test_single_rollouts_that_fail_break_no_rule(tmp_path):
+    config = {"grpo": {"num_prompts_per_step": 64, "num_generations_per_prompt": 8}}
+    rows = [{"step": step, "rollout/failed": float(step % 3)} for step in range(1, 40)]
+    assert first_event(tmp_path, rows, config) is None

@@ -246,6 +246,8 @@ def guarded(plan: RunPlan, run_dir: Path) -> RunPlan:
     Raises:
         RLError: If the record of earlier changes cannot be read.
     """
+    for name, rule in plan.config.guardrails.items():
+        changed_plan(plan, _changed_values(plan, rule.change), f"guardrails.{name}.change")
     rules = plan.config.guardrails.values()
     skipped = [rule.above for rule in rules if rule.action == "skip_step" and rule.above is not None]
     if skipped:
@@ -278,12 +280,19 @@ def _changed(plan: RunPlan, event: GuardrailEvent, guardrails: Guardrails, run_d
         assert found is not None, "the checks refuse it"
         key, age = found
         change = {key: age - 1}
-    change = {key: changed_value(value, leaf_of(plan.config, key), key) for key, value in change.items()}
+    change = _changed_values(plan, change)
+    # A change that the config refuses is not noted, so that the run can be resumed.
+    changed_plan(plan, change, f"guardrails.{event.rule}.change")
     listed = ", ".join(f"{key}={value}" for key, value in change.items()) or "the same config"
     back = f"back to checkpoint step_{event.resumes_after}" if event.action == "rollback" else "on from its checkpoint"
     _log.warning("%s; the run goes %s with %s", event, back, listed)
     guardrails.note(replace(event, change=change))
     return guarded(plan, run_dir)
+
+
+def _changed_values(plan: RunPlan, change: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that keys have after a change of a guardrail."""
+    return {key: changed_value(value, leaf_of(plan.config, key), key) for key, value in change.items()}
 
 
 def finished_metrics(run_dir: str | Path, plan: RunPlan) -> Mapping[str, float] | None:
@@ -385,10 +394,10 @@ def findings(
     Args:
         rows: Metrics of every step.
         config: Config of the run, as nested plain values.
-        of_changes: Leave out advice on what has been so from the beginning of the run.
+        of_changes: Leave out advice that is only shown, which guardrails do not act on.
     """
     return [
         (each.metrics[0], f"{each.found}: {each.remedy}")
         for each in advice(rows, {}, config)
-        if each.metrics and not (of_changes and each.is_of_whole_run)
+        if each.metrics and not (of_changes and each.is_only_shown)
     ]

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, cast
 
-from rl_core.config import Config, Problem, ProblemError, RawConfig, Resolved, is_changed, nearest_as_remedy
+from rl_core.config import (
+    Config,
+    Problem,
+    ProblemError,
+    RawConfig,
+    Resolved,
+    WhenChanged,
+    is_changed,
+    keys_when_changed,
+    nearest_as_remedy,
+)
 from rl_core.devices import Device
 from rl_core.errors import ConfigProblems
 from rl_core.facts.hf_config import num_experts_of
@@ -30,7 +41,7 @@ from rl_launch.root_config import DRAFT_HEAD, DRAFTER, POLICY, ClusterConfig, Ru
 from rl_launch.run_config.inputs import device_here, profiling_checks
 from rl_launch.run_config.plan import RunPlan, plugin_of
 from rl_launch.session.callbacks import callback_problems
-from rl_launch.session.guardrails import factor_of
+from rl_launch.session.guardrails import FOUND_METRICS, factor_of
 
 Check = Callable[[RunPlan], Iterable[Problem]]
 
@@ -391,9 +402,20 @@ def _replay_record_checks(plan: RunPlan) -> Iterator[Problem]:
 
 def _guardrail_checks(plan: RunPlan) -> Iterator[Problem]:
     config = plan.config
+    changes = any(rule.change for rule in config.guardrails.values())
+    fixed = keys_when_changed(plan.root, WhenChanged.NEW_RUN) if changes else {}
     for name, rule in config.guardrails.items():
         key = f"guardrails.{name}"
         bounds = [bound for bound in ("above", "below", "falls_by", "rises_by") if getattr(rule, bound) is not None]
+        if any(math.isnan(getattr(rule, bound)) for bound in bounds):
+            yield Problem(key, "has a bound that is not a number, which no value breaks", remedy="Give a number")
+        if rule.above is not None and rule.below is not None and rule.above < rule.below:
+            reason = f"is broken by every value: above is {rule.above:g} and below is {rule.below:g}"
+            yield Problem(key, reason, remedy="Set above to the upper end of the range, and below to the lower end")
+        if not bounds and rule.metric not in FOUND_METRICS:
+            reason = "has no bound, and no finding of rl show is about its metric"
+            remedy = f"Set above, below, falls_by or rises_by, or choose one of {', '.join(FOUND_METRICS)}"
+            yield Problem(f"{key}.metric", reason, got=rule.metric, remedy=remedy)
         if rule.change and rule.action != "rollback":
             yield Problem.unused(f"{key}.change", f"with action {rule.action}")
         if rule.action in ("warn", "skip_step", "stop") and is_changed(rule, "max_actions"):
@@ -420,7 +442,10 @@ def _guardrail_checks(plan: RunPlan) -> Iterator[Problem]:
             try:
                 present = leaf_of(config, changed)
             except (AttributeError, KeyError, TypeError):
-                yield Problem(f"{key}.change", f"has {changed!r}, which is no key of this config")
+                yield Problem(f"{key}.change", f"has {changed!r}, which is not a key of this config")
+                continue
+            if any(each == changed or each.startswith(f"{changed}.") for each in fixed):
+                yield Problem(f"{key}.change", f"cannot change {changed}, which needs a new run")
                 continue
             if factor_of(value) is not None and (isinstance(present, bool) or not isinstance(present, int | float)):
                 reason = f"multiplies {changed}, whose value is {present!r}"

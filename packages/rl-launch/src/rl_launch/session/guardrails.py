@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -19,6 +20,16 @@ from rl_launch.session.directory.writable import write_atomically
 
 FILE = "guardrails.json"
 """File of the actions, in a run directory."""
+
+FOUND_METRICS = (
+    *("reward/mean", "policy/nll", "policy/kl", "policy/clipped", "val/loss", "train/skipped_steps"),
+    *("mismatch/kl", "mismatch/effective_sample_size", "rollout/failed", "rollout/truncated"),
+    *("idle/trainer", "speculation/tokens_per_step", "speculation/acceptance_rate"),
+)
+"""Metrics that a rule without a bound can have: findings of `rl show` that guardrails act on are about them first."""
+
+MIN_STEPS = 10
+"""Number of steps after which a metric that none of them has is taken for a mistake."""
 
 _log = logging.getLogger(__name__)
 
@@ -97,16 +108,20 @@ class Guardrails:
         self._rows: list[Mapping[str, Any]] = []
         self._events = read_events(run_dir) if rules else []
         self._warned: set[str] = set()
+        self._unseen, self._seen = set(rules), set[str]()
 
     def start(self, history: Rows) -> None:
         """Begin with the metrics of earlier steps."""
         self._rows = list(history)
+        self._seen.update(*history)
 
     def after_step(self, step: int, metrics: Mapping[str, Any]) -> GuardrailEvent | None:
         """Return the action that is due after a step, without its change and its checkpoint. Warnings are logged."""
         if not self._rules:
             return None
         self._rows.append({**metrics, "step": step})
+        self._seen.update(metrics)
+        self._warn_of_unseen()
         for name, rule in self._rules.items():
             broken = self._broken(rule)
             if broken is None:
@@ -125,6 +140,21 @@ class Guardrails:
                 continue
             return event
         return None
+
+    def _warn_of_unseen(self) -> None:
+        """Warn once of each rule whose metric no step has. It would do nothing without a word."""
+        for name in sorted(self._unseen):
+            metric = self._rules[name].metric
+            kind = metric.partition("/")[0] + "/"
+            is_due = len(self._rows) >= MIN_STEPS and (
+                kind not in ("val/", "eval/") or any(each.startswith(kind) for each in self._seen)
+            )
+            if metric in self._seen or is_due:
+                self._unseen.remove(name)
+            if metric not in self._seen and is_due:
+                near = ", ".join(get_close_matches(metric, self._seen, 3)) or "none"
+                text = "guardrail %s does nothing: none of %d steps has the metric %s (similar ones: %s)"
+                _log.warning(text, name, len(self._rows), metric, near)
 
     def note(self, event: GuardrailEvent) -> None:
         """Keep an action in the run directory."""

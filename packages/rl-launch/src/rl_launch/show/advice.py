@@ -90,15 +90,15 @@ class Advice:
         remedy: What to try, naming keys.
         metrics: Metrics that show it, the first one most directly.
         where: Conditions on the rollouts that show it, as `rl show --where` takes them; empty if none do.
-        is_of_whole_run: True if it holds from the beginning, so that no earlier checkpoint is better. Guardrails do not
-            act on it.
+        is_only_shown: True if guardrails do not act on it: no earlier checkpoint is better, because it holds from the
+            beginning, costs only single rollouts, or comes with learning, as groups whose rewards are all right.
     """
 
     found: str
     remedy: str
     metrics: tuple[str, ...] = ()
     where: tuple[str, ...] = ()
-    is_of_whole_run: bool = False
+    is_only_shown: bool = False
 
 
 def advice(
@@ -160,6 +160,7 @@ def _failed(rows: Rows, config: Mapping[str, Any], failures: Mapping[str, int]) 
         f"see them with rl show RUN --where status=failed --step {steps[-1]}, and {printed}{bounds}",
         metrics=("rollout/failed",),
         where=("status=failed",),
+        is_only_shown=share <= FAILED,
     )
 
 
@@ -274,7 +275,7 @@ def _nothing_earned(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
         f"no rollout of {steps} {earned}, so nothing is learned",
         f"read the responses in the samples. {remedy}",
         metrics=("reward/mean", "reward/std"),
-        is_of_whole_run=True,
+        is_only_shown=True,
     )
 
 
@@ -301,6 +302,7 @@ def _signal(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
         f"choose prompts that are neither too easy nor too hard,{' or' * (not sample)} raise "
         f"{section}.num_generations_per_prompt{sample}",
         metrics=("rollout/groups_without_signal", "reward/mean"),
+        is_only_shown=True,
     )
 
 
@@ -318,7 +320,7 @@ def _flat(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
             "see in the samples which responses are rewarded; then try another policy.optimizer.kwargs.lr, or more "
             f"rollouts per prompt ({_section(config)}.num_generations_per_prompt)",
             metrics=("reward/mean", "reward/std"),
-            is_of_whole_run=True,
+            is_only_shown=True,
         )
 
 
@@ -335,7 +337,7 @@ def _unmoved(rows: Rows, config: Mapping[str, Any]) -> Iterator[Advice]:
             "take more steps (a smaller policy.train_global_batch_size, or more epochs), or raise "
             "policy.optimizer.kwargs.lr: from scratch and with adapters 1e-4 and more are usual, for fine-tuning 1e-5",
             metrics=("train/loss",),
-            is_of_whole_run=True,
+            is_only_shown=True,
         )
 
 
