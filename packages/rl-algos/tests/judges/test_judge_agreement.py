@@ -158,6 +158,8 @@ def test_rows_without_a_verdict_are_counted_and_left_out():
         (['{"prompt": "?", "responses": ["a", "b"], "better": 3}'], "line 1: has no label"),
         (['{"prompt": "?", "responses": ["a", "b"], "better": true}'], "line 1: has no label"),
         (['{"prompt": "?", "response": "a", "label": NaN}'], "line 1: has no label"),
+        (['{"prompt": "?", "response": "a", "label": 1' + "0" * 400 + "}"], "line 1: has no label"),
+        (["[" * 100_000], "line 1: it is not JSON"),
         (
             ['{"prompt": "?", "response": "a", "label": 1}', "", '{"prompt": "?", "chosen": "a", "rejected": "b"}'],
             "line 3: has another number of responses than labels.jsonl, line 1",

@@ -20,6 +20,9 @@ from rl_core.rollouts.rollout import Message
 FIRST, SECOND, EQUAL = "1", "2", "equal"
 """Labels of a pair of responses: the number of the better one."""
 
+MAX_LABEL = 1e30
+"""Upper bound of the size of a number that is a label."""
+
 
 @dataclass(frozen=True)
 class LabelledRow:
@@ -249,7 +252,7 @@ def _winners(found: Sequence[JudgedReward]) -> tuple[str, str]:
 def _row(line: str, place: str, number: int) -> LabelledRow:
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{place}: it is not JSON ({error})") from None
     prompt: Any = row.get("prompt") if isinstance(row, dict) else None
     is_list = isinstance(prompt, list) and all(isinstance(each, dict) for each in prompt)
@@ -273,7 +276,7 @@ def _labelled(row: Mapping[str, Any], place: str, number: int) -> tuple[tuple[st
         case {"responses": [str(first), str(second)], "better": 1 | 2 | "1" | "2" | "equal" as better}:
             if not isinstance(better, bool):
                 return (first, second), str(better)
-        case {"response": str(response), "label": bool() | int() | float() as label} if np.isfinite(label):
+        case {"response": str(response), "label": bool() | int() | float() as label} if abs(label) < MAX_LABEL:
             return (response,), float(label)
     raise DataError(
         f'{place}: has no label. Allowed: "chosen" and "rejected"; "responses" (two) and "better" (1, 2 or "equal"); '

@@ -142,3 +142,21 @@ def test_rollouts_that_cannot_be_judged_fail_and_too_many_end_the_run() -> None:
     rollouts, *_ = judged_source([group(0, "a", "bad")], 0.4)
     with pytest.raises(RolloutsFailed, match=r"more than grpo\.max_failed_share=0\.4 allows: 1 x the reward length"):
         rollouts.collect(1)
+
+
+def test_a_rollout_in_which_nothing_was_said_is_shown_as_such() -> None:
+    held = group(0, "a")
+    said = Ragged.from_rows([np.frombuffer(b"[]", np.uint8)], np.uint8)
+    held = replace(held, columns=held.columns.with_columns({SAID: said}))
+    shown = []
+
+    class Deaf(Judge):
+        def _rewards(self, rewards, rollout):
+            shown.append(rollout.messages)
+            return {name: JudgedReward(None, failure="nothing was said") for name in rewards}
+
+    [judged] = ModelJudges({"other": Deaf("other")}, REWARDS).judged(
+        [replace(held, prompt=replace(held.prompt, environment="free"))]
+    )
+    assert shown == [()]
+    assert judged.rollouts.status == ("failed",)

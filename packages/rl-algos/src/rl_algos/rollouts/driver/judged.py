@@ -144,7 +144,8 @@ def _shown(groups: Sequence[RolloutGroup]) -> list[list[JudgedRollout | None]]:
         for lengths, status in zip(group.rollouts.row_lengths, group.rollouts.status, strict=True):
             messages: Any = json.loads(said[row].tobytes()) if status != "failed" else None
             prompt = group.prompt
-            shown.append(messages and JudgedRollout(prompt.messages, tuple(messages), prompt.info))
+            judged = None if messages is None else JudgedRollout(prompt.messages, tuple(messages), prompt.info)
+            shown.append(judged)
             row += len(lengths)
         found.append(shown)
     return found
