@@ -8,7 +8,7 @@ from rl_algos.data.config import DataConfig
 from rl_algos.dpo import algorithm
 from rl_algos.dpo.loss import LOSSES, loss_of
 from rl_algos.dpo.plugin import PLUGIN, dpo_section
-from rl_algos.losses.preference import CPO, DPO, ORPO, KTOLoss, PreferenceLoss, SimPO
+from rl_algos.losses.preference import BCO, CPO, DPO, IPO, ORPO, AddedTerm, KTOLoss, PreferenceLoss, SimPO
 from rl_core.algorithm import implementation_of
 from rl_core.config import ProblemError
 from rl_core.model_config import ModelConfig
@@ -58,6 +58,19 @@ def test_the_entry_point_leads_to_the_loop():
             PreferenceLoss(ORPO(), weight=0.1, average_logprobs=True, sft_weight=1.0, sft_average_logprobs=True),
         ),
         ({"name": "kto", "desirable_weight": 1.3}, {}, KTOLoss(beta=0.1, desirable_weight=1.3)),
+        ({"name": "kto", "reference_point": "zero"}, {"batch_size": 1}, KTOLoss(reference_point="zero")),
+        (
+            "dpo",
+            {"added_losses": {"bco": {"weight": 0.2}, "ipo": {"weight": 1, "average_log_probs": True}}},
+            PreferenceLoss(DPO(), added=(AddedTerm(BCO(), 0.2), AddedTerm(IPO(), 1.0, True))),
+        ),
+        (
+            {"name": "dpo", "margin_weight": 0.5},
+            {"f_divergence": "alpha_divergence", "f_divergence_alpha": 0.3, "ld_alpha": 0.4, "weigh_by_policy": True},
+            PreferenceLoss(
+                DPO(margin_weight=0.5), divergence="alpha_divergence", alpha=0.3, ld_alpha=0.4, weighs_by_policy=True
+            ),
+        ),
     ],
 )
 def test_a_loss_is_chosen_by_name_with_its_settings(loss, keys, expected):
@@ -85,6 +98,21 @@ def test_a_reference_is_kept_if_the_loss_compares_with_it(name):
         ("kto", {"preference_average_log_probs": True}, "dpo.preference_average_log_probs"),
         ("kto", {"pairing": "all"}, "dpo.pairing"),
         ("kto", {"batch_size": 1}, "policy.train_global_batch_size"),
+        ("kto", {"weigh_by_policy": True}, "dpo.weigh_by_policy"),
+        ("simpo", {"ld_alpha": 0.5}, "dpo.ld_alpha"),
+        ("orpo", {"added_losses": {"bco": {"weight": 1}}}, "dpo.added_losses"),
+        ("nca", {"f_divergence": "forward_kl"}, "dpo.f_divergence"),
+        ("dpo", {"f_divergence": "forward_kl", "added_losses": {"bco": {"weight": 1}}}, "dpo.f_divergence"),
+        ("dpo", {"f_divergence_alpha": 0.3}, "dpo.f_divergence_alpha"),
+        ("aot", {"weigh_by_policy": True}, "dpo.weigh_by_policy"),
+        ("aot", {"preference_average_log_probs": True}, "dpo.preference_average_log_probs"),
+        (
+            "dpo",
+            {"added_losses": {"aot": {"weight": 1, "average_log_probs": True}}},
+            "dpo.added_losses.aot.average_log_probs",
+        ),
+        ("aot-unpaired", {"added_losses": {"bco": {"weight": 1}}}, "dpo.added_losses"),
+        ("dpo", {"added_losses": {"exo": {"weight": 1, "label_smoothing": 0.0}}}, "dpo.added_losses.exo"),
         ({"name": "dpo", "label_smoothing": 0.7}, {}, "dpo.loss"),
         ({"name": "simpo", "beta": 0.0}, {}, "dpo.loss"),
         ("dpo", {"val_period": 5}, "dpo.val_period"),
@@ -103,6 +131,20 @@ def test_an_unknown_loss_names_those_there_are():
     assert_fields(problem, "loss.name", {"got": "simp", "remedy": "Did you mean simpo?"})
     assert problem.allowed.startswith(", ".join(LOSSES))
     assert "package.module:Class or file.py:Class" in problem.allowed
+
+
+@pytest.mark.parametrize(("name", "because"), [("simpo", "cannot be added"), ("bcoo", "is not a loss")])
+def test_a_loss_that_cannot_be_added_is_refused_by_name(name, because):
+    with pytest.raises(ProblemError, match=because) as raised:
+        dpo_section({"added_losses": {name: {"weight": 1}}})
+    [problem] = raised.value.problems
+    assert problem.key == "added_losses"
+    assert problem.got == name
+
+
+def test_an_added_loss_has_a_metric_in_validations_too():
+    names = PLUGIN.validation_metrics(config("dpo", data=HELD_OUT, added_losses={"bco": {"weight": 1}}))
+    assert {"val/preference_loss/bco", "val/c.jsonl/preference_loss/bco"} <= set(names)
 
 
 def test_the_path_of_a_class_is_a_loss_with_its_fields_as_keys(tmp_path):

@@ -80,6 +80,32 @@ PAIRS = {"model_name_or_path": "x/y", "dataset_name": "a/b", "beta": 0.2}
             {"loss.name": "kto", "loss.desirable_weight": 1.33, "loss.undesirable_weight": 1.0},
         ),
         ({"loss_type": "kto"}, {"loss.name": "kto", "reference_policy_kl_penalty": 0.2}),
+        ({"loss_type": "exo_pair"}, {"loss.name": "exo", "loss.label_smoothing": 0.001}),
+        ({"loss_type": "nca_pair"}, {"loss.name": "nca"}),
+        ({"loss_type": "bco_pair"}, {"loss.name": "bco"}),
+        ({"loss_type": "sppo_hard"}, {"loss.name": "sppo"}),
+        ({"loss_type": "aot", "label_smoothing": 0.2}, {"loss.name": "aot", "loss.label_smoothing": 0.2}),
+        ({"loss_type": "aot_unpaired"}, {"loss.name": "aot-unpaired", "loss.label_smoothing": 0.0}),
+        ({"loss_type": "apo_zero"}, {"loss.name": "apo-zero"}),
+        ({"loss_type": "apo_down"}, {"loss.name": "apo-down"}),
+        ({"loss_type": "apo_zero_unpaired"}, {"loss.name": "kto", "loss.reference_point": "zero"}),
+        ({"loss_type": "discopop", "discopop_tau": 0.2}, {"loss.name": "discopop", "loss.tau": 0.2}),
+        ({"f_divergence_type": "js_divergence"}, {"f_divergence": "js_divergence"}),
+        (
+            {"f_divergence_type": "alpha_divergence", "f_alpha_divergence_coef": 0.3},
+            {"f_divergence": "alpha_divergence", "f_divergence_alpha": 0.3},
+        ),
+        ({"f_divergence_type": "reverse_kl", "f_alpha_divergence_coef": 1.0}, {"f_divergence": "reverse_kl"}),
+        ({"use_weighting": True}, {"weigh_by_policy": True}),
+        ({"ld_alpha": 0.5}, {"ld_alpha": 0.5}),
+        (
+            {"loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1.0]},
+            {"preference_loss_weight": 0.8, "added_losses.bco.weight": 0.2, "sft_loss_weight": 1.0},
+        ),
+        (
+            {"loss_type": ["sigmoid", "ipo"]},
+            {"loss.name": "dpo", "added_losses.ipo.weight": 1.0, "added_losses.ipo.average_log_probs": True},
+        ),
     ],
 )
 def test_preference_losses_of_trl(tmp_path, fields, keys):
@@ -92,21 +118,14 @@ def test_preference_losses_of_trl(tmp_path, fields, keys):
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        *[
-            ({"loss_type": name}, f"the preference loss {name}: ")
-            for name in (
-                "exo_pair", "nca_pair", "bco_pair", "sppo_hard", "aot", "aot_unpaired", "apo_zero", "apo_down",
-                "discopop", "apo_zero_unpaired",
-            )
-        ],
-        ({"loss_type": ["sigmoid", "ipo"]}, "the preference loss sigmoid + ipo: one loss of pairs"),
-        ({"loss_type": "sft"}, "the preference loss sft: one loss of pairs"),
+        ({"loss_type": "kto_pair"}, "the preference loss kto_pair: kto_pair is not offered; allowed: sigmoid, "),
+        ({"loss_type": ["sigmoid", "simpo"]}, "the preference loss sigmoid + simpo: simpo cannot be mixed"),
+        ({"loss_type": ["ipo", "hinge", "hinge"]}, "the preference loss ipo + hinge + hinge: hinge is added twice"),
+        ({"loss_type": "sft"}, "the preference loss sft: a loss of pairs is needed"),
         ({"loss_type": "ipo", "label_smoothing": 0.1}, "label smoothing in the loss ipo"),
         ({"loss_type": "simpo", "label_smoothing": 0.1}, "label smoothing in the loss simpo"),
         ({"loss_type": "hinge", "reference_free": True}, "the loss hinge without a reference"),
-        ({"f_divergence_type": "js_divergence"}, "a divergence other than the reverse KL"),
-        ({"use_weighting": True}, "pairs weighted by their likelihood"),
-        ({"ld_alpha": 0.5}, "responses that count less beyond the shorter length"),
+        ({"loss_type": ["sigmoid", "sft"], "use_weighting": True}, "a likelihood that is weighted by pairs"),
         ({"sync_ref_model": True}, "a reference that follows the policy"),
         ({"loss_type": "simpo", "alpha": 0.3}, "rewards of AlphaPO"),
     ],

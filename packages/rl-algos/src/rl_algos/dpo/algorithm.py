@@ -1,10 +1,12 @@
-"""Preference optimisation: the supervised loop on pairs of responses, or on single ones with a label, with logprobs of
-the reference and the reference point of KTO."""
+"""Preference optimisation: the supervised loop on pairs of responses, or on single ones with a label, with the columns
+that a loss needs from a model or from the whole batch: logprobs of the reference, the reference point of KTO, the ranks
+of AOT and the token weights of LD-DPO."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,11 +14,13 @@ import numpy as np
 from rl_algos.dpo.config import DPOConfig, DPORoot
 from rl_algos.dpo.loss import REF_LOGPROBS, learns_from_responses, loss_of, uses_reference
 from rl_algos.images.columns import seen_columns
+from rl_algos.losses.preference import LENGTH_WEIGHTS, SORTED_SHIFT, PreferenceLoss
 from rl_algos.preference.algorithm import PreferenceAlgorithm
 from rl_algos.preference.comparison import Verdict
 from rl_algos.preference.rows import ID, judged_batch, pair_batch
 from rl_algos.supervised.loop import RowObjective, train
 from rl_core.data.batch import TOKENS, Batch
+from rl_core.data.microbatch import PAIR
 from rl_core.data.ragged import Ragged
 from rl_core.images import IMAGES
 from rl_core.model import LOGPROBS, Model
@@ -46,14 +50,68 @@ def objective_of(config: DPORoot) -> RowObjective[Any]:
     if not uses_reference(loss):
         return RowObjective(loss, to_batch)
     reference = ReferenceLogprobs(cached=config.dpo.cache_reference_logprobs)
-    if "kl" not in loss.columns:
-        return RowObjective(loss, to_batch, reference)
-
-    def complete(batch: Batch, policy: Model) -> Batch:
+    if "kl" in loss.columns:
         max_tokens = config.policy.max_total_sequence_length
-        return with_reference_point(reference(batch, policy), policy, max_tokens=max_tokens)
+        return RowObjective(
+            loss,
+            to_batch,
+            lambda batch, policy: with_reference_point(reference(batch, policy), policy, max_tokens=max_tokens),
+        )
+    if isinstance(loss, PreferenceLoss):
+        return RowObjective(loss, to_batch, partial(pair_columns, loss, reference))
+    return RowObjective(loss, to_batch, reference)
 
-    return RowObjective(loss, to_batch, complete)
+
+def pair_columns(loss: PreferenceLoss, reference: ReferenceLogprobs, batch: Batch, policy: Model) -> Batch:
+    """Return a batch of pairs with `ref_logprobs`, and with what the terms of the loss need of the whole batch.
+
+    Args:
+        loss: Loss of pairs that uses the reference.
+        reference: Reads the reference's logprobs.
+        batch: Whole pairs, the chosen response of each first.
+        policy: Policy before the step.
+    """
+    batch = reference(batch, policy)
+    if loss.ld_alpha is not None:
+        batch = batch.with_columns({LENGTH_WEIGHTS: length_weights(batch, loss.ld_alpha)})
+    sorted_by = {term.sorts for term in (loss.term, *(added.term for added in loss.added))} - {None}
+    if not sorted_by:
+        return batch
+    logprobs = policy.infer(seen_columns(batch), [LOGPROBS]).ragged("logprobs")
+    own, ref = (_sums(batch, values) for values in (logprobs, batch.ragged(REF_LOGPROBS)))
+    chosen = batch.array("is_chosen") > 0
+    if "responses" in sorted_by:
+        better, worse = (
+            np.flatnonzero(side)[np.argsort((own - ref)[side], kind="stable")] for side in (chosen, ~chosen)
+        )
+        numbers = np.arange(len(better))
+        return batch.select(np.stack([better, worse], axis=1).ravel()).with_columns({PAIR: np.repeat(numbers, 2)})
+    margins, compared = (values[chosen] - values[~chosen] for values in (own, ref))
+    ranks = np.argsort(np.argsort(margins, kind="stable"), kind="stable")
+    shift = compared - np.sort(compared)[ranks]
+    return batch.with_columns({SORTED_SHIFT: np.repeat(shift, 2).astype(logprobs.values.dtype)})
+
+
+def length_weights(batch: Batch, alpha: float) -> Ragged:
+    """Return `[tokens]`, 1 up to the length of the shorter response of each pair and `alpha` beyond it, in the dtype of
+    the reference's logprobs.
+
+    Args:
+        batch: Whole pairs, one after another.
+        alpha: Weight of the tokens beyond.
+    """
+    mask = batch.ragged(LOSS_MASK)
+    places = [np.cumsum(row > 0) for row in mask]
+    shared = np.minimum.reduceat(mask.sums(), np.arange(0, len(mask), 2)).repeat(2)
+    rows = [np.where(place <= length, 1.0, alpha) for place, length in zip(places, shared, strict=True)]
+    return Ragged.from_rows(rows, dtype=batch.ragged(REF_LOGPROBS).values.dtype)
+
+
+def _sums(batch: Batch, logprobs: Ragged) -> np.ndarray:
+    """Return float64 `[rows]`, the weighted sums of the logprobs of responses."""
+    mask = batch.ragged(LOSS_MASK).values > 0
+    weights = batch.ragged(LENGTH_WEIGHTS).values if LENGTH_WEIGHTS in batch else 1.0
+    return logprobs.like(np.where(mask, logprobs.values.astype(np.float64), 0.0) * weights).sums()
 
 
 def with_reference_point(batch: Batch, policy: Model, *, max_tokens: int) -> Batch:

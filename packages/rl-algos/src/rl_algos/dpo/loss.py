@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from rl_algos.dpo.config import DPOConfig, PreferenceLossConfig
+from collections.abc import Mapping
+from typing import Any
+
+from rl_algos.dpo.config import AddedLossConfig, AddedLosses, DPOConfig, PreferenceLossConfig
 from rl_algos.losses.custom import PATH, is_path, loss_class, unknown_name
-from rl_algos.losses.preference import PAIR_TERMS, KTOLoss, PreferenceLoss
-from rl_core.config import Config, section_of, settings_of
+from rl_algos.losses.preference import PAIR_TERMS, AddedTerm, KTOLoss, PreferenceLoss
+from rl_core.config import Config, Problem, ProblemError, assemble, nearest_as_remedy, section_of, settings_of
 from rl_core.data.microbatch import PAIR
 from rl_core.model import Loss
 
@@ -47,6 +50,23 @@ def loss_section(name: str | None) -> type[Config]:
     return section_of(kind, PreferenceLossConfig, derived=("beta",) if kind.uses_reference else ())
 
 
+def added_section(written: Any) -> type[Config]:
+    """Return the type of `dpo.added_losses`, with the settings of each loss that is written there.
+
+    Raises:
+        ProblemError: If a name is not a loss that can be added to another.
+    """
+    if not isinstance(written, Mapping):
+        return AddedLosses
+    known = [name for name, kind in PAIR_TERMS.items() if kind.uses_reference and kind.sorts != "responses"]
+    if wrong := next((name for name in written if name not in known), None):
+        because = "cannot be added to another loss" if wrong in LOSSES else "is not a loss"
+        remedy = nearest_as_remedy(str(wrong), known)
+        raise ProblemError(Problem("added_losses", because, got=wrong, allowed=", ".join(known), remedy=remedy))
+    kinds = {name: section_of(PAIR_TERMS[name], AddedLossConfig, derived=("beta",)) for name in written}
+    return assemble("AddedLosses", kinds, base=AddedLosses)
+
+
 def loss_of(dpo: DPOConfig) -> Loss:
     """Return the loss of a run.
 
@@ -58,9 +78,12 @@ def loss_of(dpo: DPOConfig) -> Loss:
         return loss
     if dpo.loss.name == KTO:
         return KTOLoss(beta=dpo.reference_policy_kl_penalty, **settings_of(dpo.loss))
-    kind = PAIR_TERMS[dpo.loss.name]
-    beta = {"beta": dpo.reference_policy_kl_penalty} if kind.uses_reference else {}
-    term = kind(**beta, **settings_of(dpo.loss))
+    kind, beta = PAIR_TERMS[dpo.loss.name], {"beta": dpo.reference_policy_kl_penalty}
+    term = kind(**(beta if kind.uses_reference else {}), **settings_of(dpo.loss))
+    added = tuple(
+        AddedTerm(PAIR_TERMS[name](**beta, **settings_of(own)), own.weight, own.average_log_probs)
+        for name, own in dict(dpo.added_losses).items()
+    )
     averages = dpo.preference_average_log_probs or term.averages
     return PreferenceLoss(
         term,
@@ -68,6 +91,11 @@ def loss_of(dpo: DPOConfig) -> Loss:
         average_logprobs=averages,
         sft_weight=term.sft_weight if dpo.sft_loss_weight is None else dpo.sft_loss_weight,
         sft_average_logprobs=averages if dpo.sft_average_log_probs is None else dpo.sft_average_log_probs,
+        added=added,
+        divergence=dpo.f_divergence,
+        alpha=dpo.f_divergence_alpha,
+        ld_alpha=dpo.ld_alpha,
+        weighs_by_policy=dpo.weigh_by_policy,
     )
 
 

@@ -11,6 +11,7 @@ from rl_algos.dpo.loss import (
     OF_BOTH,
     OF_PAIRS,
     OF_RESPONSES,
+    added_section,
     learns_from_responses,
     loss_of,
     loss_section,
@@ -21,7 +22,7 @@ from rl_algos.losses.preference import PAIR_TERMS, PreferenceLoss
 from rl_algos.preference.config import preference_data_problems
 from rl_algos.supervised.config import validation_metrics as metrics_of
 from rl_algos.supervised.plugin import supervised_algorithm
-from rl_core.config import Config, Problem, assemble, is_changed
+from rl_core.config import Config, Problem, assemble, is_changed, settings_of
 from rl_core.model import Loss, ModelSpec
 from rl_core.plugins import ModelNeed, TrainingDefaults
 
@@ -33,19 +34,31 @@ _OF_PREFERENCE_LOSS = (
     "preference_average_log_probs",
     "sft_loss_weight",
     "sft_average_log_probs",
+    "added_losses",
+    "f_divergence",
+    "f_divergence_alpha",
+    "ld_alpha",
+    "weigh_by_policy",
 )
 
 
 def dpo_section(written: Any) -> type[Config]:
-    """Return the type of `dpo`, with the settings of the loss that is written there."""
-    loss = written.get("loss") if isinstance(written, Mapping) else None
-    return assemble("DPO", {"loss": chosen_type("loss.name", loss, loss_section)}, base=DPOConfig)
+    """Return the type of `dpo`, with the settings of the losses that are written there."""
+    loss, added = (written.get(key) if isinstance(written, Mapping) else None for key in ("loss", "added_losses"))
+    sections = {"loss": chosen_type("loss.name", loss, loss_section), "added_losses": added_section(added)}
+    return assemble("DPO", sections, base=DPOConfig)
 
 
 def check(config: DPORoot) -> Iterator[Problem]:
     """Yield problems of the whole resolved config, in addition to problems of every algorithm with given rows."""
     yield from preference_data_problems("dpo", config.data)
     name = config.dpo.loss.name
+    for each, own in dict(config.dpo.added_losses).items():
+        try:
+            PAIR_TERMS[each](**settings_of(own))
+        except ValueError as error:
+            yield Problem(f"dpo.added_losses.{each}", f"could not be created: {error}")
+            return
     try:
         loss = loss_of(config.dpo)
         columns, temperature = tuple(loss.columns), loss.temperature
@@ -96,7 +109,8 @@ def _unused(dpo: DPOConfig, loss: Loss) -> Iterator[Problem]:
             yield Problem.unused(f"dpo.{key}", f"with the loss {name}{because}")
     if name not in PAIR_TERMS or not isinstance(loss, PreferenceLoss):
         return
-    if not (loss.weight or loss.sft_weight):
+    yield from _of_terms(dpo, loss)
+    if not (loss.weight or loss.sft_weight or loss.added):
         reason = "must not be 0 if dpo.sft_loss_weight is 0 too, because nothing would be learned"
         got, remedy = dpo.preference_loss_weight, "Increase one of the two"
         yield Problem("dpo.preference_loss_weight", reason, got=got, remedy=remedy)
@@ -105,13 +119,58 @@ def _unused(dpo: DPOConfig, loss: Loss) -> Iterator[Problem]:
         yield Problem.unused("dpo.sft_average_log_probs", "with dpo.sft_loss_weight=0", remedy=remedy)
 
 
+def _of_terms(dpo: DPOConfig, loss: PreferenceLoss) -> Iterator[Problem]:
+    """Yield options that the terms of a loss of pairs do not take."""
+    names = [dpo.loss.name, *(added.term.name for added in loss.added)]
+    kinds = [PAIR_TERMS[name] for name in names]
+    without = next((kind.name for kind in kinds if not kind.uses_reference), None)
+    sorting = next((kind.name for kind in kinds if kind.sorts is not None), None)
+    if without is not None:
+        for key in ("added_losses", "f_divergence", "ld_alpha"):
+            if is_changed(dpo, key):
+                reason = f"needs a reference policy, but the loss {without} has none"
+                yield Problem(f"dpo.{key}", reason, remedy=f"Remove this key, or set dpo.loss to one of {_allowed()}")
+        return
+    other = next((kind.name for kind in kinds if not kind.is_of_difference), None)
+    if dpo.f_divergence != "reverse_kl" and other is not None:
+        reason = f"needs losses that depend on the difference of both responses only, which {other} does not"
+        allowed = "reverse_kl, or the losses " + ", ".join(k.name for k in PAIR_TERMS.values() if k.is_of_difference)
+        yield Problem("dpo.f_divergence", reason, got=dpo.f_divergence, allowed=allowed)
+    if dpo.f_divergence != "alpha_divergence" and is_changed(dpo, "f_divergence_alpha"):
+        yield Problem.unused("dpo.f_divergence_alpha", f"with dpo.f_divergence={dpo.f_divergence}")
+    if sorting is None:
+        return
+    if dpo.loss.name == sorting and PAIR_TERMS[sorting].sorts == "responses" and loss.added:
+        reason = f"cannot be combined with {sorting}, which forms other pairs"
+        yield Problem("dpo.added_losses", reason, got=names[1:], remedy="Remove this key, or set dpo.loss=aot")
+    if dpo.weigh_by_policy:
+        reason = f"weighs single pairs, but {sorting} compares the sorted margins of a batch"
+        yield Problem("dpo.weigh_by_policy", reason, got=True, remedy="Remove this key, or use another dpo.loss")
+    averaged = {"dpo.preference_average_log_probs": dpo.loss.name == sorting and dpo.preference_average_log_probs}
+    averaged |= {
+        f"dpo.added_losses.{added.term.name}.average_log_probs": added.average_logprobs
+        for added in loss.added
+        if added.term.name == sorting
+    }
+    for key, is_set in averaged.items():
+        if is_set:
+            yield Problem(
+                key, f"is not defined for {sorting}, which sorts sums of logprobs", got=True, remedy="Remove it"
+            )
+
+
+def _allowed() -> str:
+    return ", ".join(kind.name for kind in PAIR_TERMS.values() if kind.uses_reference)
+
+
 def validation_metrics(config: DPORoot) -> list[str] | None:
     """Return the metrics that a validation records, none if there is no validation; None for a loss of the user's,
     which has its own metrics."""
     name = config.dpo.loss.name
     if is_path(name):
         return None
-    return metrics_of(config.dpo, config.data, _OF_RESPONSES if name == KTO else _OF_PAIRS)
+    of_pairs = (*_OF_PAIRS, *(f"preference_loss/{each}" for each in dict(config.dpo.added_losses)))
+    return metrics_of(config.dpo, config.data, _OF_RESPONSES if name == KTO else of_pairs)
 
 
 def models(config: DPORoot) -> dict[str, ModelNeed]:

@@ -3,7 +3,8 @@
 Notation, for a response y to a prompt: `logp(y)` is the sum of the policy's logprobs over the assistant's text in
 it, `ref(y)` the same sum for the reference policy, `n(y)` the number of those tokens, c the chosen and r the rejected
 response of a pair, `h = beta ((logp(c) - ref(c)) - (logp(r) - ref(r)))`, and `logsigmoid` the logarithm of the logistic
-function. If logprobs are averaged, `logp(y) / n(y)` and `ref(y) / n(y)` take their place everywhere.
+function. If logprobs are averaged, `logp(y) / n(y)` and `ref(y) / n(y)` take their place everywhere. `d(y)` is
+`logp(y) - ref(y)`, so that `h = beta (d(c) - d(r))`.
 
 Every term is of one pair (or one response), and the loss is a mean over the pairs of the whole batch: microbatches,
 packing and meshes change nothing.
@@ -20,7 +21,16 @@ import numpy as np
 from rl_algos.losses.mask import loss_mask
 from rl_core.data.batch import Batch
 from rl_core.data.microbatch import PAIR
-from rl_core.model import LOGPROBS, SCORES, Read
+from rl_core.model import COLLISION, LOGPROBS, SCORES, Read
+
+FDivergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
+"""Names of divergences between policy and reference, as in TRL."""
+
+LENGTH_WEIGHTS = "length_weights"
+"""Column of the weights of a response's tokens, float32 `[tokens]`; see `PreferenceLoss.ld_alpha`."""
+
+SORTED_SHIFT = "sorted_shift"
+"""Column that AOT adds to the difference of a pair, float32 `[rows]`; see `AOT`."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +41,10 @@ class PairTerm:
         name: Name in configs and of the function in `rl_algos.torch.preference`.
         uses_reference: True if it compares with a reference policy; `beta` is then the weight of the KL divergence.
         averages: True if logprobs are always averaged over tokens.
+        is_of_difference: True if it depends on `d(c) - d(r)` only, so that another f-divergence may replace the
+            reverse KL divergence.
+        sorts: Rows that are sorted by their logprobs over the whole batch before the step: the `margins` of pairs, or
+            the `responses`. None if the term looks at one pair.
         weight: Weight of the term; `sft_weight` has its own.
         sft_weight: Weight of the negative log-likelihood of the chosen response that belongs to it.
     """
@@ -38,6 +52,8 @@ class PairTerm:
     name: ClassVar[str]
     uses_reference: ClassVar[bool] = True
     averages: ClassVar[bool] = False
+    is_of_difference: ClassVar[bool] = False
+    sorts: ClassVar[Literal["margins", "responses"] | None] = None
     weight: ClassVar[float] = 1.0
     sft_weight: ClassVar[float] = 0.0
     beta: float = 0.1
@@ -46,30 +62,44 @@ class PairTerm:
         if self.beta <= 0:
             raise ValueError(f"beta must be positive, got {self.beta}")
 
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Columns `[rows]` that it needs in addition to the columns of every pair."""
+        return ()
+
 
 @dataclass(frozen=True)
 class DPO(PairTerm):
     """`-(1 - s) logsigmoid(h) - s logsigmoid(-h)` (DPO, arXiv:2305.18290; conservative DPO with smoothing s).
 
     With averaged logprobs it is the length-normalised DPO of Tulu 3 (arXiv:2411.15124). With a length penalty a,
-    `h + a (n(c) - n(r))` takes the place of h (R-DPO, arXiv:2403.19159). Policy and reference are equal at the first
-    step, and the loss is then ln 2 without the penalty.
+    `h + a (n(c) - n(r))` takes the place of h (R-DPO, arXiv:2403.19159), and with a margin weight w `h - w m`, with m
+    the margin of the pair in the data (DPO with an offset, arXiv:2402.10571). Policy and reference are equal at the
+    first step, and the loss is then ln 2 without penalty and margin.
 
     Args:
         beta: Weight of the KL divergence to the reference.
         label_smoothing: S, the share of pairs that are taken to be labelled wrongly; below 0.5.
         length_penalty: A.
+        margin_weight: W; above 0 the data must have a margin for each pair, or scores.
     """
 
     name = "dpo"
+    is_of_difference = True
     label_smoothing: float = 0.0
     length_penalty: float = 0.0
+    margin_weight: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _smoothing(self.label_smoothing)
-        if self.length_penalty < 0:
-            raise ValueError(f"length_penalty must be at least 0, got {self.length_penalty}")
+        for name in ("length_penalty", "margin_weight"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return ("margin",) if self.margin_weight else ()
 
 
 @dataclass(frozen=True)
@@ -83,6 +113,7 @@ class RobustDPO(PairTerm):
     """
 
     name = "robust-dpo"
+    is_of_difference = True
     label_smoothing: float = 0.1
 
     def __post_init__(self) -> None:
@@ -100,6 +131,7 @@ class IPO(PairTerm):
     """
 
     name = "ipo"
+    is_of_difference = True
 
 
 @dataclass(frozen=True)
@@ -111,6 +143,7 @@ class Hinge(PairTerm):
     """
 
     name = "hinge"
+    is_of_difference = True
 
 
 @dataclass(frozen=True)
@@ -161,13 +194,186 @@ class ORPO(PairTerm):
     beta: float = 1.0
 
 
-PAIR_TERMS: Mapping[str, type[PairTerm]] = {kind.name: kind for kind in (DPO, RobustDPO, IPO, Hinge, SimPO, CPO, ORPO)}
+@dataclass(frozen=True)
+class EXO(PairTerm):
+    """`q (log q - log(1 - s)) + (1 - q) (log(1 - q) - log s)` with q = sigmoid(h): the KL divergence from the policy's
+    preference to that of the labels, whose direction is the reverse of DPO's (EXO-pref, arXiv:2402.00856, equation 16).
+
+    Args:
+        beta: See `DPO`.
+        label_smoothing: S, above 0 and below 0.5; 0.001 in the paper.
+    """
+
+    name = "exo"
+    is_of_difference = True
+    label_smoothing: float = 1e-3
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.label_smoothing < 0.5:
+            raise ValueError(f"label_smoothing must be above 0 and below 0.5, got {self.label_smoothing}")
+
+
+@dataclass(frozen=True)
+class NCA(PairTerm):
+    """`-logsigmoid(beta d(c)) - (logsigmoid(-beta d(c)) + logsigmoid(-beta d(r))) / 2`: the chosen response does not
+    become less likely, as it may with DPO (NCA on pairs, arXiv:2402.05369).
+
+    Args:
+        beta: See `DPO`.
+    """
+
+    name = "nca"
+
+
+@dataclass(frozen=True)
+class BCO(PairTerm):
+    """`-logsigmoid(beta d(c)) - logsigmoid(-beta d(r))`: a classifier of good and bad responses (the pairwise form of
+    BCO, arXiv:2404.04656, without its reward shift).
+
+    Args:
+        beta: See `DPO`.
+    """
+
+    name = "bco"
+
+
+@dataclass(frozen=True)
+class SPPO(PairTerm):
+    """`(d(c) - 1 / (2 beta))^2 + (d(r) + 1 / (2 beta))^2` (SPPO with probabilities of 1 and 0, arXiv:2405.00675).
+
+    Args:
+        beta: The inverse of the paper's eta.
+    """
+
+    name = "sppo"
+
+
+@dataclass(frozen=True)
+class AOT(PairTerm):
+    """`-(1 - s) logsigmoid(beta (u - v)) - s logsigmoid(-beta (u - v))`, with `u = logp(c) - logp(r)` of a pair and v
+    the number of the same rank among `ref(c) - ref(r)` of all pairs of the batch: the policy's margins dominate the
+    reference's as a distribution (AOT, arXiv:2406.05882). A validation sorts each of its batches.
+
+    The ranks are known before the step, in which the policy does not change: the column `sorted_shift` has
+    `(ref(c) - ref(r)) - v`.
+
+    Args:
+        beta: See `DPO`.
+        label_smoothing: S, below 0.5.
+    """
+
+    name = "aot"
+    sorts = "margins"
+    label_smoothing: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _smoothing(self.label_smoothing)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return (SORTED_SHIFT,)
+
+
+@dataclass(frozen=True)
+class UnpairedAOT(PairTerm):
+    """`-(1 - s) logsigmoid(h) - s logsigmoid(-h)` of pairs that are formed anew: the chosen response with the k-th
+    largest `d(c)` of the batch and the rejected response with the k-th largest `d(r)` (AOT without pairs,
+    arXiv:2406.05882). Its metrics are of these pairs.
+
+    Args:
+        beta: See `DPO`.
+        label_smoothing: S, below 0.5.
+    """
+
+    name = "aot-unpaired"
+    sorts = "responses"
+    label_smoothing: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _smoothing(self.label_smoothing)
+
+
+@dataclass(frozen=True)
+class APOZero(PairTerm):
+    """`1 - sigmoid(beta d(c)) + sigmoid(beta d(r))`, for chosen responses that are better than the policy's own
+    (APO-zero, arXiv:2408.06266, equation 7).
+
+    Args:
+        beta: See `DPO`.
+    """
+
+    name = "apo-zero"
+
+
+@dataclass(frozen=True)
+class APODown(PairTerm):
+    """`sigmoid(beta d(c)) + 1 - sigmoid(h)`, for chosen responses that are worse than the policy's own: both become
+    less likely, the rejected one more so (APO-down, arXiv:2408.06266, equation 8).
+
+    Args:
+        beta: See `DPO`.
+    """
+
+    name = "apo-down"
+
+
+@dataclass(frozen=True)
+class DiscoPOP(PairTerm):
+    """`-(1 - m) logsigmoid(h) + m exp(-h)` with `m = sigmoid(h / tau)` (DiscoPOP, arXiv:2406.08414, equation 5).
+
+    With tau below 0.102 the loss increases with h at 0, and pairs that the policy gets wrong stay wrong.
+
+    Args:
+        beta: See `DPO`.
+        tau: Width of the change from one part to the other.
+    """
+
+    name = "discopop"
+    is_of_difference = True
+    tau: float = 0.05
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.tau <= 1:
+            raise ValueError(f"tau must be above 0 and at most 1, got {self.tau}")
+
+
+PAIR_TERMS: Mapping[str, type[PairTerm]] = {
+    kind.name: kind
+    for kind in (
+        *(DPO, RobustDPO, IPO, Hinge, SimPO, CPO, ORPO),
+        *(EXO, NCA, BCO, SPPO, AOT, UnpairedAOT, APOZero, APODown, DiscoPOP),
+    )
+}
 """All terms of a pair by name."""
 
 
 @dataclass(frozen=True)
+class AddedTerm:
+    """A further term of a `PreferenceLoss`, with its weight.
+
+    Args:
+        term: Term of a pair, with the beta of the loss.
+        weight: Weight of the term.
+        average_logprobs: Average logprobs over the tokens of a response.
+    """
+
+    term: PairTerm
+    weight: float
+    average_logprobs: bool = False
+
+
+@dataclass(frozen=True)
 class PreferenceLoss:
-    """Mean over pairs of `weight term - sft_weight logp(c)`.
+    """Mean over pairs of `weight term - sft_weight logp(c)`, and of further terms (a mixture as in MPO,
+    arXiv:2411.10442).
+
+    `d(y)` is the derivative of the KL divergence by the ratio of policy and reference. With another f-divergence it is
+    `f'(exp(d(y)))` (f-DPO, arXiv:2309.16240): `1 - exp(-d)` of the forward KL, `log 2 + logsigmoid(d)` of the
+    Jensen-Shannon and `(exp((alpha - 1) d) - 1) / (alpha - 1)` of the alpha divergence. Exponents are bounded by 40.
 
     Args:
         term: Term of a pair.
@@ -175,22 +381,43 @@ class PreferenceLoss:
         average_logprobs: Average logprobs over the tokens of a response.
         sft_weight: Weight of the negative log-likelihood of the chosen response.
         sft_average_logprobs: Average it over the response's tokens; otherwise it is their sum.
+        added: Further terms.
+        divergence: F-divergence from the reference.
+        alpha: Alpha of the alpha divergence; the limit of 1 is the reverse KL.
+        ld_alpha: Factor of the logprobs of tokens beyond the length of the shorter response of a pair (LD-DPO,
+            arXiv:2409.06411); None for no weights. The column `length_weights` has it.
+        weighs_by_policy: Multiply the terms of a pair by the policy's probability of both responses (WPO,
+            arXiv:2406.11827, equation 2): each the exponential of the mean over its tokens of
+            `logp - log(sum of squared probabilities)`. No gradient goes through it.
     """
 
-    reads: ClassVar[tuple[Read, ...]] = (LOGPROBS,)
     temperature: ClassVar[float] = 1.0
     term: PairTerm
     weight: float = 1.0
     average_logprobs: bool = False
     sft_weight: float = 0.0
     sft_average_logprobs: bool = False
+    added: tuple[AddedTerm, ...] = ()
+    divergence: FDivergence = "reverse_kl"
+    alpha: float = 0.5
+    ld_alpha: float | None = None
+    weighs_by_policy: bool = False
     implementation: str = "rl_algos.torch.preference:compute_pairs"
 
     @property
+    def reads(self) -> tuple[Read, ...]:
+        """Logprobs and, to weigh pairs, the sum of squared probabilities."""
+        return (LOGPROBS, COLLISION) if self.weighs_by_policy else (LOGPROBS,)
+
+    @property
     def columns(self) -> tuple[str, ...]:
-        """`pair`, `is_chosen` `[rows]`, `loss_mask` `[tokens]`, and `ref_logprobs` if the term compares with them."""
-        reference = ("ref_logprobs",) if self.term.uses_reference else ()
-        return (PAIR, "is_chosen", "loss_mask", *reference)
+        """`pair`, `is_chosen` `[rows]`, `loss_mask` `[tokens]`, `ref_logprobs` if a term compares with them, and the
+        columns of the terms."""
+        terms = (self.term, *(each.term for each in self.added))
+        reference = ("ref_logprobs",) if any(term.uses_reference for term in terms) else ()
+        weights = () if self.ld_alpha is None else (LENGTH_WEIGHTS,)
+        further = dict.fromkeys(column for term in terms for column in term.columns)
+        return (PAIR, "is_chosen", "loss_mask", *reference, *weights, *further)
 
     def totals(self, batch: Batch) -> Mapping[str, float]:
         """Return the `pairs`; each shard has whole pairs."""
@@ -206,26 +433,32 @@ class KTOLoss:
     z is the reference point, an estimate of the KL divergence between policy and reference over the whole batch, which
     no gradient goes through: it comes as the column `kl` `[rows]` and is computed before the step
     (`rl_algos.dpo.algorithm`). The column `verdict` `[rows]` is 1 for a desirable response. At the first step the loss
-    is half the mean weight.
+    is half the mean weight. A reference point of zero gives APO-zero on single responses (arXiv:2408.06266).
 
     Args:
         beta: Weight of the KL divergence.
         desirable_weight, undesirable_weight: W. The paper keeps the ratio of the two, each times its number of
             responses, between 1 and 4/3.
+        reference_point: `batch` for the estimate, `zero` for z = 0.
     """
 
-    columns: ClassVar[tuple[str, ...]] = ("loss_mask", "ref_logprobs", "verdict", "kl")
     reads: ClassVar[tuple[Read, ...]] = (LOGPROBS,)
     temperature: ClassVar[float] = 1.0
     beta: float = 0.1
     desirable_weight: float = 1.0
     undesirable_weight: float = 1.0
+    reference_point: Literal["batch", "zero"] = "batch"
     implementation: str = "rl_algos.torch.preference:compute_kto"
 
     def __post_init__(self) -> None:
         for name in ("beta", "desirable_weight", "undesirable_weight"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """`loss_mask`, `ref_logprobs` `[tokens]`, `verdict` and, for the estimate, `kl` `[rows]`."""
+        return ("loss_mask", "ref_logprobs", "verdict", *(("kl",) if self.reference_point == "batch" else ()))
 
     def totals(self, batch: Batch) -> Mapping[str, float]:
         """Return the `responses`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -16,6 +17,9 @@ from rl_core.torch.loss import LossSums, MetricSum, Rows
 
 SURE = -1e-6
 """Largest averaged logprob for log odds: the log odds of a certain response are infinite."""
+
+MAX_EXPONENT = 40.0
+"""Largest exponent of an f-divergence: the square of its exponential, which IPO takes, is finite in float32."""
 
 
 class Pairs(NamedTuple):
@@ -57,7 +61,7 @@ class ResponseLogprobs:
 
     Args:
         logprobs: Logprobs of the policy, summed over a response, with gradient.
-        relative: The same minus the logprobs of the reference, or as they are if there is none.
+        relative: The same minus the logprobs of the reference, or as they are if there is none, each times its weight.
         lengths: Tokens.
     """
 
@@ -72,6 +76,8 @@ class ResponseLogprobs:
         own = torch.where(mask, logprobs, 0.0)
         # Subtract token by token: the difference of two sums would lose the digits that both have in common.
         relative = own - torch.where(mask, rows["ref_logprobs"], 0.0) if uses_reference else own
+        if described.LENGTH_WEIGHTS in rows:
+            relative = relative * rows[described.LENGTH_WEIGHTS]
         lengths = rows.row_sums(mask.to(logprobs.dtype)).clamp(min=1)
         return cls(rows.row_sums(own), rows.row_sums(relative), lengths)
 
@@ -79,34 +85,81 @@ class ResponseLogprobs:
         """Return the given rows."""
         return ResponseLogprobs(self.logprobs[index], self.relative[index], self.lengths[index])
 
-    def rewards(self, *, averages: bool) -> Tensor:
+    def rewards(self, loss: described.PreferenceLoss, *, averages: bool) -> Tensor:
         """Return the rewards that a term compares, before scaling."""
-        return self.relative / self.lengths if averages else self.relative
+        rewards = _by_divergence(self.relative, loss)
+        return rewards / self.lengths if averages else rewards
+
+
+class Compared(NamedTuple):
+    """The responses of pairs as a term sees them.
+
+    Attributes:
+        better, worse: `[pairs]`, rewards of the chosen and the rejected response, before scaling.
+        longer: `[pairs]`, number of tokens that the chosen response has more.
+        further: Columns of the term, `[pairs]`.
+    """
+
+    better: Tensor
+    worse: Tensor
+    longer: Tensor
+    further: Mapping[str, Tensor]
 
 
 def compute_pairs(loss: described.PreferenceLoss, reads: Mapping[str, Tensor], rows: Rows) -> LossSums:
     """Return sums of a `PreferenceLoss` over one microbatch of whole pairs.
 
     Args:
-        loss: Loss with its term and weights.
-        reads: `logprobs` float32 `[tokens]`, with gradient.
+        loss: Loss with its terms and weights.
+        reads: `logprobs` float32 `[tokens]`, with gradient, and `collision` to weigh pairs.
         rows: Columns of `loss.columns`.
     """
     term, pairs = loss.term, Pairs.of(rows)
     responses = ResponseLogprobs.of(reads["logprobs"], rows, uses_reference=term.uses_reference)
     chosen, rejected = responses.select(pairs.chosen), responses.select(pairs.rejected)
-    averages = loss.average_logprobs or term.averages
-    better, worse = (side.rewards(averages=averages) for side in (chosen, rejected))
-    terms = _TERMS[type(term)](term, better, worse, chosen.lengths - rejected.lengths)
-    objective = loss.weight * terms.sum()
-    metrics = {"preference_loss": _mean(terms)}
+    terms = [described.AddedTerm(term, loss.weight, loss.average_logprobs), *loss.added]
+    weights = _policy_weights(reads, rows, responses.lengths) if loss.weighs_by_policy else None
+    objective, metrics = torch.zeros_like(chosen.logprobs).sum(), {}
+    for place, added in enumerate(terms):
+        averages = added.average_logprobs or added.term.averages
+        compared = Compared(
+            chosen.rewards(loss, averages=averages),
+            rejected.rewards(loss, averages=averages),
+            chosen.lengths - rejected.lengths,
+            {name: rows[name][pairs.chosen] for name in added.term.columns},
+        )
+        values = _TERMS[type(added.term)](added.term, compared)
+        if weights is not None:
+            values = values * weights[pairs.chosen] * weights[pairs.rejected]
+        objective = objective + added.weight * values.sum()
+        metrics["preference_loss" if not place else f"preference_loss/{added.term.name}"] = _mean(values)
+        if not place:
+            metrics |= pairs.metrics(term.beta * compared.better, term.beta * compared.worse)
     if loss.sft_weight:
         nll = -(chosen.logprobs / chosen.lengths if loss.sft_average_logprobs else chosen.logprobs)
         objective = objective + loss.sft_weight * nll.sum()
         metrics["sft_loss"] = _mean(nll)
-    metrics |= pairs.metrics(term.beta * better, term.beta * worse)
     metrics |= {"logprob_chosen": _mean(chosen.logprobs), "logprob_rejected": _mean(rejected.logprobs)}
     return LossSums({"pairs": objective}, metrics)
+
+
+def _by_divergence(logratios: Tensor, loss: described.PreferenceLoss) -> Tensor:
+    """Return the derivative of the divergence by the ratio, up to a constant."""
+    if loss.divergence == "forward_kl":
+        return 1 - torch.exp((-logratios).clamp(max=MAX_EXPONENT))
+    if loss.divergence == "js_divergence":
+        return math.log(2) + F.logsigmoid(logratios)
+    power = loss.alpha - 1
+    if loss.divergence == "alpha_divergence" and abs(power) > 1e-6:
+        return (torch.exp((power * logratios).clamp(max=MAX_EXPONENT)) - 1) / power
+    return logratios
+
+
+def _policy_weights(reads: Mapping[str, Tensor], rows: Rows, lengths: Tensor) -> Tensor:
+    """Return `[rows]`, the probability of each response by WPO, without gradient."""
+    aligned = reads["logprobs"].detach() - reads["collision"].detach().log()
+    # Values off the mask may not be finite, so they are selected rather than multiplied.
+    return torch.exp(rows.row_sums(torch.where(rows["loss_mask"] > 0, aligned, 0.0)) / lengths)
 
 
 def compute_kto(loss: described.KTOLoss, reads: Mapping[str, Tensor], rows: Rows) -> LossSums:
@@ -119,7 +172,8 @@ def compute_kto(loss: described.KTOLoss, reads: Mapping[str, Tensor], rows: Rows
     """
     responses = ResponseLogprobs.of(reads["logprobs"], rows, uses_reference=True)
     is_good = rows["verdict"] > 0.5
-    distance = responses.relative - rows["kl"]
+    point = rows["kl"] if loss.reference_point == "batch" else torch.zeros_like(responses.relative)
+    distance = responses.relative - point
     distance = torch.where(is_good, distance, -distance)
     doubt = torch.sigmoid(-loss.beta * distance)
     terms = torch.where(is_good, loss.desirable_weight * doubt, loss.undesirable_weight * doubt)
@@ -128,7 +182,7 @@ def compute_kto(loss: described.KTOLoss, reads: Mapping[str, Tensor], rows: Rows
         "accuracy": MetricSum(right(distance.detach()).sum(), "responses"),
         "reward_desirable": _mean_of(rewards, is_good),
         "reward_undesirable": _mean_of(rewards, ~is_good),
-        "kl": MetricSum(rows["kl"].sum(), "responses"),
+        "kl": MetricSum(point.sum(), "responses"),
     }
     return LossSums({"responses": terms.sum()}, metrics)
 
@@ -169,35 +223,44 @@ def compute_regression(_loss: described.RegressionLoss, reads: Mapping[str, Tens
     return LossSums({"responses": (scores - rows["verdict"]).square().sum()}, metrics)
 
 
-def _dpo(term: described.DPO, better: Tensor, worse: Tensor, longer: Tensor) -> Tensor:
-    h = term.beta * (better - worse) + term.length_penalty * longer
-    smoothing = term.label_smoothing
+def _smoothed(h: Tensor, smoothing: float) -> Tensor:
     return -(1 - smoothing) * F.logsigmoid(h) - smoothing * F.logsigmoid(-h)
 
 
-def _robust_dpo(term: described.RobustDPO, better: Tensor, worse: Tensor, _longer: Tensor) -> Tensor:
-    h, smoothing = term.beta * (better - worse), term.label_smoothing
+def _margins(term: described.PairTerm, pair: Compared) -> Tensor:
+    return term.beta * (pair.better - pair.worse)
+
+
+def _dpo(term: described.DPO, pair: Compared) -> Tensor:
+    h = _margins(term, pair) + term.length_penalty * pair.longer
+    if term.margin_weight:
+        h = h - term.margin_weight * pair.further["margin"]
+    return _smoothed(h, term.label_smoothing)
+
+
+def _robust_dpo(term: described.RobustDPO, pair: Compared) -> Tensor:
+    h, smoothing = _margins(term, pair), term.label_smoothing
     return (-(1 - smoothing) * F.logsigmoid(h) + smoothing * F.logsigmoid(-h)) / (1 - 2 * smoothing)
 
 
-def _ipo(term: described.IPO, better: Tensor, worse: Tensor, _longer: Tensor) -> Tensor:
-    return (better - worse - 1 / (2 * term.beta)).square()
+def _ipo(term: described.IPO, pair: Compared) -> Tensor:
+    return (pair.better - pair.worse - 1 / (2 * term.beta)).square()
 
 
-def _hinge(term: described.Hinge, better: Tensor, worse: Tensor, _longer: Tensor) -> Tensor:
-    return F.relu(1 - term.beta * (better - worse))
+def _hinge(term: described.Hinge, pair: Compared) -> Tensor:
+    return F.relu(1 - _margins(term, pair))
 
 
-def _simpo(term: described.SimPO, better: Tensor, worse: Tensor, _longer: Tensor) -> Tensor:
-    return -F.logsigmoid(term.beta * (better - worse) - term.gamma)
+def _simpo(term: described.SimPO, pair: Compared) -> Tensor:
+    return -F.logsigmoid(_margins(term, pair) - term.gamma)
 
 
-def _cpo(term: described.CPO, better: Tensor, worse: Tensor, _longer: Tensor) -> Tensor:
-    return -F.logsigmoid(term.beta * (better - worse))
+def _cpo(term: described.CPO, pair: Compared) -> Tensor:
+    return -F.logsigmoid(_margins(term, pair))
 
 
-def _orpo(term: described.ORPO, better: Tensor, worse: Tensor, _longer: Tensor) -> Tensor:
-    return -F.logsigmoid(term.beta * (_log_odds(better) - _log_odds(worse)))
+def _orpo(term: described.ORPO, pair: Compared) -> Tensor:
+    return -F.logsigmoid(term.beta * (_log_odds(pair.better) - _log_odds(pair.worse)))
 
 
 def _log_odds(averaged: Tensor) -> Tensor:
@@ -205,7 +268,51 @@ def _log_odds(averaged: Tensor) -> Tensor:
     return bounded - torch.log(-torch.expm1(bounded))
 
 
-_TERMS: Mapping[type, Callable[[Any, Tensor, Tensor, Tensor], Tensor]] = {
+def _exo(term: described.EXO, pair: Compared) -> Tensor:
+    h, smoothing = _margins(term, pair), term.label_smoothing
+    better, worse = F.logsigmoid(h), F.logsigmoid(-h)
+    return better.exp() * (better - math.log1p(-smoothing)) + worse.exp() * (worse - math.log(smoothing))
+
+
+def _nca(term: described.NCA, pair: Compared) -> Tensor:
+    better, worse = term.beta * pair.better, term.beta * pair.worse
+    return -F.logsigmoid(better) - 0.5 * F.logsigmoid(-better) - 0.5 * F.logsigmoid(-worse)
+
+
+def _bco(term: described.BCO, pair: Compared) -> Tensor:
+    return -F.logsigmoid(term.beta * pair.better) - F.logsigmoid(-term.beta * pair.worse)
+
+
+def _sppo(term: described.SPPO, pair: Compared) -> Tensor:
+    target = 1 / (2 * term.beta)
+    return (pair.better - target).square() + (pair.worse + target).square()
+
+
+def _aot(term: described.AOT, pair: Compared) -> Tensor:
+    h = term.beta * (pair.better - pair.worse + pair.further[described.SORTED_SHIFT])
+    return _smoothed(h, term.label_smoothing)
+
+
+def _unpaired_aot(term: described.UnpairedAOT, pair: Compared) -> Tensor:
+    return _smoothed(_margins(term, pair), term.label_smoothing)
+
+
+def _apo_zero(term: described.APOZero, pair: Compared) -> Tensor:
+    return torch.sigmoid(-term.beta * pair.better) + torch.sigmoid(term.beta * pair.worse)
+
+
+def _apo_down(term: described.APODown, pair: Compared) -> Tensor:
+    return torch.sigmoid(term.beta * pair.better) + torch.sigmoid(-_margins(term, pair))
+
+
+def _discopop(term: described.DiscoPOP, pair: Compared) -> Tensor:
+    h = _margins(term, pair)
+    # The product of both exponentials is finite where one of them is not.
+    exponential = torch.exp(F.logsigmoid(h / term.tau) - h)
+    return exponential - torch.sigmoid(-h / term.tau) * F.logsigmoid(h)
+
+
+_TERMS: Mapping[type, Callable[[Any, Compared], Tensor]] = {
     described.DPO: _dpo,
     described.RobustDPO: _robust_dpo,
     described.IPO: _ipo,
@@ -213,6 +320,15 @@ _TERMS: Mapping[type, Callable[[Any, Tensor, Tensor, Tensor], Tensor]] = {
     described.SimPO: _simpo,
     described.CPO: _cpo,
     described.ORPO: _orpo,
+    described.EXO: _exo,
+    described.NCA: _nca,
+    described.BCO: _bco,
+    described.SPPO: _sppo,
+    described.AOT: _aot,
+    described.UnpairedAOT: _unpaired_aot,
+    described.APOZero: _apo_zero,
+    described.APODown: _apo_down,
+    described.DiscoPOP: _discopop,
 }
 
 
