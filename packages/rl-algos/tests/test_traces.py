@@ -175,3 +175,17 @@ def test_hostile_lines_cost_only_themselves(tmp_path, monkeypatch, caplog):
         load({"path": written(tmp_path, HOSTILE, "bad.jsonl")}, "train")
     with pytest.raises(DataError, match="is not a file"):
         load({"path": str(tmp_path / "none.jsonl")}, "train")
+
+
+def test_a_call_whose_tools_cannot_be_read_and_a_large_value_are_left_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(calls, "MAX_LINE", 2000)
+    span = {
+        "gen_ai.input.messages": [{"role": "user", "parts": [{"type": "text", "content": "Hi"}]}],
+        "gen_ai.output.messages": [{"role": "assistant", "parts": [{"type": "text", "content": "Hello"}]}],
+    }
+    written(tmp_path, [{"attributes": span}, {"attributes": {**span, "gen_ai.tool.definitions": [3]}}])
+    (tmp_path / "large.json").write_text("[\n" + "1,\n" * 5000 + "1]")
+    found = read_traces(str(tmp_path))
+    assert [call.reply["content"] for call in found.calls] == ["Hello"]
+    assert len(found.faults) == 2
+    assert "write a value in each line" in found.faults[0]

@@ -112,6 +112,11 @@ def _values(path: Path, faults: list[str]) -> Iterator[tuple[str, Any]]:
             if number == 1 and path.suffix == ".json":
                 # An indented value spans all lines of the file.
                 line += file.read(MAX_LINE)
+                if file.read(1):
+                    faults.append(
+                        f"{path.name}: it has more than {MAX_LINE} bytes; write a value in each line of .jsonl"
+                    )
+                    return
             if not line.strip():
                 continue
             try:
@@ -156,7 +161,8 @@ class _Reader:
         context = record.get("context")
         if not isinstance(context, Mapping):
             context = record
-        span = f"{context.get('trace_id')}/{context.get('span_id')}"
+        # Records without an id are calls of their own.
+        span = f"{context.get('trace_id')}/{context['span_id']}" if context.get("span_id") else place
         event = str(record.get("event_name") or attributes.get("event.name") or "")
         if "body" in record or event:
             self._event(event, span, attributes, record.get("body"), place)
@@ -205,10 +211,11 @@ class _Reader:
         if SYSTEM in attributes and not any(each["role"] == "system" for each in call.messages):
             text = _text(_list(_json(attributes[SYSTEM])))
             call.messages = [{"role": "system", "content": text}, *call.messages]
-        if OUTPUT in attributes and (replies := _list(_json(attributes[OUTPUT]))):
-            (call.reply,) = _of_parts(replies[0])
         if TOOLS in attributes:
             call.tools = [_tool(each) for each in _list(_json(attributes[TOOLS]))]
+        # The answer is last: a call without one is no row, so nothing of a call that cannot be read is learned.
+        if OUTPUT in attributes and (replies := _list(_json(attributes[OUTPUT]))):
+            (call.reply,) = _of_parts(replies[0])
         call.model = str(attributes.get("gen_ai.response.model") or attributes.get("gen_ai.request.model") or "")
         call.response_id = str(attributes.get("gen_ai.response.id") or "")
         call.num_prompt = _count(attributes.get("gen_ai.usage.input_tokens"), call.num_prompt)
