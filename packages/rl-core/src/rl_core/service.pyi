@@ -377,6 +377,7 @@ from rl_core.rollouts.rollout import Message as Message
 from rl_core.rollouts.rollout import Prompt as Prompt
 from rl_core.rollouts.rollout import Rollout as Rollout
 from rl_core.rollouts.rollout import SegmentContext as SegmentContext
+from rl_core.rollouts.rollout import StopReason as StopReason
 from rl_core.rollouts.rollout import Thinking as Thinking
 from rl_core.rollouts.rollout import Turn as Turn
 from rl_core.rollouts.rollout import WeightSpan as WeightSpan
@@ -547,6 +548,7 @@ from rl_core.torch.training.step import SHARED_TOKENS as SHARED_TOKENS
 from rl_core.torch.training.step import run_reads as run_reads
 from rl_core.torch.training.worker import TrainingWorker as TrainingWorker
 from rl_core.torch.transport import ReceivingEnd as ReceivingEnd
+from rl_core.torch.transport import version_folder as version_folder
 from rl_core.torch.transport.bucket import Parts as Parts
 from rl_core.torch.transport.bucket import Region as Region
 from rl_core.torch.transport.bucket import parts_to_send as parts_to_send
