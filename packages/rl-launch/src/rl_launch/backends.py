@@ -115,6 +115,9 @@ class Backends:
     def topology(self, num_nodes: int, ranks_per_node: int, device: Device) -> Topology:
         """Return the devices of the run as these backends share them."""
         chosen = GenerationConfig() if self.generation is None else self.generation.config
+        least = chosen.min_replicas
+        if self.generation is not None and self.generation.plugin.servers(self.generation.backend):
+            least = least or 1  # A server that is lost may come back by itself.
         return plan(
             self.claims,
             num_nodes=num_nodes,
@@ -123,7 +126,7 @@ class Backends:
             weight_sync=chosen.weight_sync,
             weight_sync_encoding=chosen.weight_sync_encoding,
             # Without a policy the weights never change, and no replica joins.
-            min_replicas=chosen.min_replicas if POLICY in self.models else None,
+            min_replicas=least if POLICY in self.models else None,
             max_replicas=chosen.max_replicas if POLICY in self.models else None,
         )
 
@@ -152,7 +155,8 @@ class Backends:
             ranks = self.generation.plugin.ranks(self.generation.backend)
             key, colocated = f"{POLICY}.generation", self.generation.config.colocated
             spans_nodes = bool(self.generation.plugin.follower)
-            claims.append(Claim(GENERATION, key, ranks, colocated, self.generation.sizes(key), spans_nodes))
+            servers = self.generation.plugin.servers(self.generation.backend)
+            claims.append(Claim(GENERATION, key, ranks, colocated, self.generation.sizes(key), spans_nodes, servers))
         return claims
 
 

@@ -109,7 +109,9 @@ class Device:
         return self.num_gpus(1) * (10_000 // num_processes) / 10_000
 
     def bundle(self, num_ranks: int) -> dict[str, float]:
-        """Ray resources of a bundle for these ranks."""
+        """Ray resources of a bundle for these ranks; a byte of memory for none, as Ray has no empty bundles."""
+        if not num_ranks:
+            return {"memory": 1}
         return {"GPU": num_ranks, "CPU": num_ranks} if self.has_gpus else {"CPU": num_ranks}
 
     def worker_variables(self, num_threads: int) -> Mapping[str, str]:

@@ -92,6 +92,11 @@ def is_not_exact(config: object, model: ModelConfig, device: Device) -> str:
     return "its kernels add in an order that depends on the batch. Use dtensor with the hf generator on cpu"
 
 
+def on_own_devices(config: object) -> int:
+    """For a generator whose engine runs on devices of the run."""
+    return 0
+
+
 def drafts_with_no_model(config: object) -> str | None:
     """For a generator that never decodes speculatively with a draft model."""
     return None
@@ -190,6 +195,8 @@ class BackendPlugin:
             backend that refuses such models.
         image_problem: For a generator with `images`: function from its config, the model and the device to why it
             cannot serve this model with images; empty if it can.
+        servers: For a generator: function from its config to the number of its replicas that run elsewhere, so that
+            they need no device of the run and read weights from files; 0 if the engine is the run's own.
         draft_model: For a generator: function from its config to the draft model that it decodes speculatively with and
             takes the weights of (`rl_core.weights.Manifest.target`), a folder or hub name; None if there is none.
         draft_head: For a generator: function from its config to the folder of the draft head that it decodes
@@ -222,6 +229,7 @@ class BackendPlugin:
     keeps_cache: bool = False
     images: Requirement | None = None
     image_problem: Callable[[Any, ModelConfig, Device], str] = serves_images
+    servers: Callable[[Any], int] = on_own_devices
     draft_model: Callable[[Any], str | None] = drafts_with_no_model
     draft_head: Callable[[Any], str | None] = drafts_with_no_model
     trains_draft_heads: bool = False

@@ -103,6 +103,17 @@ class GenerationRequest:
         others = repr((self.sampling, self.seed, self.num_sampled, *self.images)).encode()
         return hashlib.blake2b(tokens + others, digest_size=16).hexdigest()
 
+    @property
+    def draw_seed(self) -> int:
+        """Seed, from 0 to 2^63 - 1, for an engine that draws the same random numbers from the start of every request
+        with a seed: the rest of a completion has another one.
+        """
+        seed = self.seed % 2**63
+        if not self.num_sampled:
+            return seed
+        entropy = np.random.SeedSequence([seed, self.num_sampled])
+        return int(entropy.generate_state(1, np.uint64)[0]) % 2**63
+
 
 class Generator(WeightSink, Protocol):
     """A replica of the engine that produces completions.
@@ -190,6 +201,7 @@ class Placement:
         node: Position of this node among the nodes of the replica. The first one has the generator itself.
         num_nodes: Number of nodes of the replica, with equal numbers of ranks.
         meeting: Address of the first node, and a port that is kept free there, if the replica is on several.
+        replica: Number of the replica among those of the run.
     """
 
     device: str
@@ -205,6 +217,7 @@ class Placement:
     node: int = 0
     num_nodes: int = 1
     meeting: tuple[str, int] | None = None
+    replica: int = 0
 
     @property
     def kind(self) -> Device:

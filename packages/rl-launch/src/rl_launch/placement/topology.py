@@ -27,6 +27,7 @@ class Claim:
         colocated: `enabled` if it shares devices with others; otherwise it has its own.
         sizes: Parallel sizes above 1 that result in these ranks, by dotted key.
         spans_nodes: True if one copy can be on several nodes.
+        servers: Number of replicas that run elsewhere, on no device of the run; 0 if it computes on the run's devices.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Claim:
     colocated: ColocatedConfig
     sizes: Mapping[str, int] = field(default_factory=dict)
     spans_nodes: bool = True
+    servers: int = 0
 
     @property
     def largest(self) -> tuple[str, Any]:
@@ -106,29 +108,38 @@ class Topology:
         return self.device.has_gpus and name in self.sharing and len(self.sharing) > 1
 
     @property
+    def num_servers(self) -> int:
+        """Number of replicas that run elsewhere; 0 if generation computes on devices of the run."""
+        return self.claims[GENERATION].servers if GENERATION in self.claims else 0
+
+    @property
     def replica_ranks(self) -> int:
-        """Number of devices of one replica."""
+        """Number of ranks of one replica."""
         return self.claims[GENERATION].ranks
 
     @property
     def replica_nodes(self) -> int:
         """Number of nodes of one replica."""
-        return max(1, self.replica_ranks // self.devices(GENERATION).ranks) if self.device.has_gpus else 1
+        if self.num_servers or not self.device.has_gpus:
+            return 1
+        return max(1, self.replica_ranks // self.devices(GENERATION).ranks)
 
     @property
     def engines_per_node(self) -> int:
         """Number of replicas, or parts of replicas over nodes, on each node of generation. CPU cores are not divided:
         one replica uses all of them."""
-        return self.devices(GENERATION).ranks // self.replica_resources
+        return 0 if self.num_servers else self.devices(GENERATION).ranks // self.replica_resources
 
     @property
     def num_replicas(self) -> int:
         """Number of replicas at the start of a run."""
-        return self.devices(GENERATION).num_nodes // self.replica_nodes * self.engines_per_node
+        return self.num_servers or self.devices(GENERATION).num_nodes // self.replica_nodes * self.engines_per_node
 
     @property
     def replica_resources(self) -> int:
         """Number of devices that a replica takes from each of its nodes."""
+        if self.num_servers:
+            return 0
         return self.replica_ranks // self.replica_nodes if self.device.has_gpus else self.devices(GENERATION).ranks
 
     @property
@@ -148,10 +159,12 @@ class Topology:
 
     def transport_of(self, role: str) -> TransportKind:
         """Return the transport of a model's weights: the configured one. With `auto`, memory if the sender and
-        receivers share it, otherwise collectives.
+        receivers share it, files if the receivers are servers, otherwise collectives.
         """
         if self.weight_sync != "auto":
             return self.weight_sync
+        if self.num_servers:
+            return "disk"
         return "ipc" if self.shares_memory(role) else "collective"
 
     def shares_memory(self, role: str) -> bool:
@@ -174,7 +187,8 @@ def plan(
     """Return the topology of a run. A model's own devices are taken from the shared ones: some devices of a single
     node, or whole nodes.
     """
-    apart = {claim.name: claim.colocated.resources for claim in claims if not claim.colocated.enabled}
+    placed = [claim for claim in claims if not claim.servers]
+    apart = {claim.name: claim.colocated.resources for claim in placed if not claim.colocated.enabled}
     own = {name: Devices(found.num_nodes or 1, found.gpus_per_node or ranks_per_node) for name, found in apart.items()}
     if num_nodes == 1:
         own = {name: Devices(1, found.ranks) for name, found in own.items()}
@@ -182,6 +196,7 @@ def plan(
     else:
         shared = Devices(num_nodes - sum(found.num_nodes for found in own.values()), ranks_per_node)
     by_name = {claim.name: claim for claim in claims}
+    own |= {claim.name: Devices(0, 0) for claim in claims if claim.servers}
     settings = weight_sync, weight_sync_encoding, min_replicas, max_replicas
     return Topology(by_name, shared, own, device, num_nodes, *settings)
 
@@ -223,7 +238,7 @@ def weight_sync_problems(topology: Topology) -> Iterator[Problem]:
 
 def replica_bound_problems(topology: Topology) -> Iterator[Problem]:
     """Yield the problems of bounds of the number of replicas that cannot be met."""
-    if not topology.is_elastic:
+    if not topology.is_elastic or topology.num_servers:
         return
     least, most, key = topology.min_replicas, topology.max_replicas, topology.claims[GENERATION].key
     if GENERATION in topology.sharing:
@@ -274,7 +289,7 @@ def topology_problems(topology: Topology) -> Iterator[Problem]:
             copy = f"one copy of the {name} needs {claim.ranks} ranks{claim.in_sizes}"
             reason = f"{copy}, which does not divide the number of its ranks, {count}"
             yield Problem(key, reason, got=size, remedy=f"Lower its parallel sizes, or change {ranks_key}")
-    if not topology.device.has_gpus or GENERATION not in topology.claims:
+    if not topology.device.has_gpus or GENERATION not in topology.claims or topology.num_servers:
         return
     claim, ranks = topology.claims[GENERATION], topology.devices(GENERATION).ranks
     key, got = claim.largest

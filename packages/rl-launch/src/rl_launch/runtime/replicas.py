@@ -283,7 +283,7 @@ class Replicas:
         reports_load = self._reports_load or self._topology.num_replicas > 1
         # Without weight updates, an older version of the policy is the policy.
         needs = [need for need in self._needs.opponents if placement.awaits_weights or need.model_name is not None]
-        placement = replace(placement, reports_load=reports_load, num_engines=1 + len(needs))
+        placement = replace(placement, reports_load=reports_load, num_engines=1 + len(needs), replica=index)
         opponents = tuple(self._opponent(need, placement) for need in needs)
         judging = judging_spec(self._needs, backend.model, opponents, awaits_weights=placement.awaits_weights)
         if placement.awaits_weights:

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
 
-import numpy as np
 import torch
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
@@ -107,31 +106,7 @@ def engine_arguments(
     kv_cache_gib = 1.0 if on_cpu and backend.kv_cache_gib is None else backend.kv_cache_gib
     drafting = speculative_config(backend.speculation)
     sleeps = placement.shares_devices and not on_cpu
-    is_empty = starts_empty(backend, placement)
-    stored, _ = PreTrainedConfig.get_config_dict(model.model_name)
-    fields = with_overrides(language_fields(stored), model.hf_config_overrides)
-    written = {name: fields[name] for name in model.hf_config_overrides}
-    whole: Mapping[str, Any] = fields
-    if fields.get("model_type") in CONFIG_MAPPING:
-        # The file leaves out fields that have their defaults.
-        whole = read_language_config(model.model_name, model.hf_config_overrides).to_dict()
-    mending = arguments_for_vllm(whole)
-    changed = {**written, **mending.get("hf_overrides", {})}
-    # An engine that reads the weights of a composite model serves it whole.
-    overrides = {"text_config": changed} if is_composite(stored) else changed
-    further: dict[str, Any] = {"load_format": "dummy" if is_empty else "auto"}
-    further |= image_arguments(model.vision) if model.vision.enabled else {"language_model_only": is_composite(stored)}
-    # Prefixes of states are cached only where prompts are read in parts; None is vLLM's own choice.
-    further["enable_prefix_caching"] = False if on_cpu and has_states(fields) else None
-    if on_cpu and fields.get("kv_lora_rank") is not None:
-        # For latent attention (DeepSeek-V3) on processors with AMX, vLLM (0.32) takes its AMX_MLA backend. It does not
-        # start in float32, and in bfloat16 frees weights that the next weight update needs.
-        further["attention_backend"] = "CPU_MLA"
-    if (quantization := backend.quantization) is not None:
-        # Experts keep their precision.
-        ignored = quantization.ignored(fields.get("num_hidden_layers", 0))
-        further["quantization"] = "online"
-        further["quantization_config"] = {"linear": quantization.method, "ignore": ignored}
+    further = model_arguments(backend, model, placement) | rank_arguments(backend, placement, ports)
     if applies_adapters:
         # The engine has room for the adapters of one weight version.
         further |= {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1}
@@ -141,30 +116,11 @@ def engine_arguments(
         # Graphs go to host memory with the weights, and communicators give back their buffers. Both are restored at the
         # same addresses. Without this a sleeping engine keeps 1.5 to 7 GB.
         further |= {"sleep_mode_offload_cudagraph": True, "enable_nccl_comm_suspend": backend.num_ranks > 1}
-    if backend.data_parallel_size > 1:
-        further |= {"data_parallel_size": backend.data_parallel_size, "enable_expert_parallel": True}
-    if backend.num_ranks > 1:
-        # In a placement group of Ray vLLM would choose Ray.
-        further["distributed_executor_backend"] = "mp"
-    if ports is not None:
-        assert placement.meeting is not None, "nodes of a replica meet"
-        further |= {"nnodes": placement.num_nodes, "node_rank": placement.node}
-        further |= {"master_addr": placement.meeting[0], "master_port": ports.ranks}
-        further["data_parallel_rpc_port"] = ports.engines
-    drafter = (drafting or {}).get("model", "")
-    as_sent = AsSent(changed, drafter, with_images=model.vision.enabled)
     return AsyncEngineArgs(
-        model=model.model_name,
-        tokenizer=model.tokenizer.name,
-        dtype=model.precision,
-        # The policy has dequantised the weights of the files, and sends them so.
-        hf_overrides=as_sent if is_empty else overrides,
         enforce_eager=eager,
         # Scoring a row of full length samples one more token, which is discarded.
         max_model_len=max_len + 1,
         max_num_seqs=backend.max_num_seqs,
-        tensor_parallel_size=backend.tensor_parallel_size,
-        pipeline_parallel_size=backend.pipeline_parallel_size,
         gpu_memory_utilization=memory_share,
         kv_cache_dtype=backend.kv_cache_dtype,
         kv_cache_memory_bytes=None if kv_cache_gib is None else int(kv_cache_gib * GIB),
@@ -176,8 +132,6 @@ def engine_arguments(
         # the token drawn too early by rewinding the request's generator, which CPU generators cannot do.
         enable_chunked_prefill=not on_cpu,
         max_num_batched_tokens=backend.max_num_batched_tokens or batch_tokens(backend, placement, max_len),
-        generation_config="vllm",
-        override_generation_config=mending.get("override_generation_config", {}),
         seed=0,
         speculative_config=drafting,
         per_request_spec_decode_metrics="none" if drafting is None else "detailed",
@@ -187,6 +141,70 @@ def engine_arguments(
         structured_outputs_config={"backend": "xgrammar"},
         **{**further, **backend.vllm_kwargs},
     )
+
+
+def model_arguments(backend: VllmConfig, model: ModelConfig, placement: Placement) -> dict[str, Any]:
+    """Return the arguments that choose the model, its config and the load of its weights."""
+    on_cpu, is_empty = not placement.kind.runs_on_gpus, starts_empty(backend, placement)
+    stored, _ = PreTrainedConfig.get_config_dict(model.model_name)
+    fields = with_overrides(language_fields(stored), model.hf_config_overrides)
+    whole: Mapping[str, Any] = fields
+    if fields.get("model_type") in CONFIG_MAPPING:
+        # The file leaves out fields that have their defaults.
+        whole = read_language_config(model.model_name, model.hf_config_overrides).to_dict()
+    mending = arguments_for_vllm(whole)
+    written = {name: fields[name] for name in model.hf_config_overrides}
+    changed = {**written, **mending.get("hf_overrides", {})}
+    # An engine that reads the weights of a composite model serves it whole.
+    overrides: Any = {"text_config": changed} if is_composite(stored) else changed
+    if is_empty:
+        # The policy has dequantised the weights of the files, and sends them so.
+        drafter = (speculative_config(backend.speculation) or {}).get("model", "")
+        overrides = AsSent(changed, drafter, with_images=model.vision.enabled)
+    found = {
+        "model": model.model_name,
+        "tokenizer": model.tokenizer.name,
+        "dtype": model.precision,
+        "hf_overrides": overrides,
+        "load_format": "dummy" if is_empty else "auto",
+        # Prefixes of states are cached only where prompts are read in parts; None is vLLM's own choice.
+        "enable_prefix_caching": False if on_cpu and has_states(fields) else None,
+        "generation_config": "vllm",
+        "override_generation_config": mending.get("override_generation_config", {}),
+    }
+    found |= image_arguments(model.vision) if model.vision.enabled else {"language_model_only": is_composite(stored)}
+    if on_cpu and fields.get("kv_lora_rank") is not None:
+        # For latent attention (DeepSeek-V3) on processors with AMX, vLLM (0.32) takes its AMX_MLA backend. It does not
+        # start in float32, and in bfloat16 frees weights that the next weight update needs.
+        found["attention_backend"] = "CPU_MLA"
+    if (quantization := backend.quantization) is not None:
+        # Experts keep their precision.
+        ignored = quantization.ignored(fields.get("num_hidden_layers", 0))
+        found |= {"quantization": "online", "quantization_config": {"linear": quantization.method, "ignore": ignored}}
+    return found
+
+
+def rank_arguments(backend: VllmConfig, placement: Placement, ports: NodePorts | None) -> dict[str, Any]:
+    """Return the arguments that distribute the engine over ranks and nodes.
+
+    Args:
+        backend: Settings of the engine.
+        placement: Place of the replica.
+        ports: Ports of the first node, for a replica over several.
+    """
+    names = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+    found: dict[str, Any] = {name: getattr(backend, name) for name in names}
+    if backend.data_parallel_size > 1:
+        found["enable_expert_parallel"] = True
+    if backend.num_ranks > 1:
+        # In a placement group of Ray vLLM would choose Ray.
+        found["distributed_executor_backend"] = "mp"
+    if ports is not None:
+        assert placement.meeting is not None, "nodes of a replica meet"
+        found |= {"nnodes": placement.num_nodes, "node_rank": placement.node}
+        found |= {"master_addr": placement.meeting[0], "master_port": ports.ranks}
+        found["data_parallel_rpc_port"] = ports.engines
+    return found
 
 
 def batch_tokens(backend: VllmConfig, placement: Placement, max_len: int) -> int:
@@ -279,12 +297,6 @@ def sampling_params(request: GenerationRequest, *, max_tokens: int) -> VllmSampl
         RequestRefused: For a temperature that vLLM does not sample at.
     """
     sampling = request.sampling
-    seed = request.seed % 2**63
-    if request.num_sampled:
-        # The rest of a completion has another seed, because some of vLLM's model runners draw the same random numbers
-        # from the start of every request.
-        entropy = np.random.SeedSequence([seed, request.num_sampled])
-        seed = int(entropy.generate_state(1, np.uint64)[0]) % 2**63
     if sampling.temperature and not MIN_TEMPERATURE <= sampling.temperature <= MAX_TEMPERATURE:
         raise RequestRefused(
             f"vLLM samples at temperature 0 or from {MIN_TEMPERATURE} to {MAX_TEMPERATURE}, got {sampling.temperature}"
@@ -300,7 +312,7 @@ def sampling_params(request: GenerationRequest, *, max_tokens: int) -> VllmSampl
         skip_special_tokens=False,  # A stop string may be a special token's text.
         ignore_eos=True,
         detokenize=bool(sampling.stop_strings),
-        seed=seed,
+        seed=request.draw_seed,  # Some of vLLM's model runners draw the same numbers in every request.
         logprobs=0,
         flat_logprobs=True,
         output_kind=RequestOutputKind.FINAL_ONLY,

@@ -22,6 +22,16 @@ A receiver, in another process::
 """
 
 from rl_core.torch.transport.channel import interrupt
+from rl_core.torch.transport.disk import version_folder
 from rl_core.torch.transport.ends import Receiver, ReceivingEnd, Sender, SendingEnd, open_receiver, open_sender
 
-__all__ = ["Receiver", "ReceivingEnd", "Sender", "SendingEnd", "interrupt", "open_receiver", "open_sender"]
+__all__ = [
+    "Receiver",
+    "ReceivingEnd",
+    "Sender",
+    "SendingEnd",
+    "interrupt",
+    "open_receiver",
+    "open_sender",
+    "version_folder",
+]

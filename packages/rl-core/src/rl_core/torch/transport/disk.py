@@ -21,10 +21,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from rl_core.errors import WeightSyncError
-from rl_core.torch.transport.bucket import CHANGES, Bucket, Layout
+from rl_core.torch.transport.bucket import CHANGES, Bucket, Layout, lay_out
 from rl_core.torch.transport.channel import Deadline
 from rl_core.torch.transport.link import compare, root_digest
-from rl_core.weights import Transport
+from rl_core.weights import Manifest, Transport
 
 INDEX = "model.safetensors.index.json"
 _POLL_S = 0.02
@@ -128,6 +128,12 @@ class DiskReceiverLink:
 
     def close(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
+
+
+def version_folder(manifest: Manifest, transport: Transport) -> Path:
+    """Return the folder with the files of a version that was written whole: `*.safetensors` and an index, as
+    transformers and engines load them."""
+    return Path(transport.address) / lay_out(manifest, transport.bucket_bytes).fingerprint
 
 
 def _shard(bucket: Bucket, layout: Layout) -> str:

@@ -1,0 +1,1 @@
+"""Generation by servers that somebody else runs: vLLM's and SGLang's, over HTTP."""
