@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,8 @@ from rl_core.torch.transport.bucket import Layout, exchanges_parts
 from rl_core.torch.transport.channel import asking
 from rl_core.torch.transport.exchange import Exchange, Holdings, planned
 from rl_core.weights import Manifest, Transport, WeightForm, num_bytes
+
+Result = TypeVar("Result")
 
 _log = logging.getLogger(__name__)
 
@@ -82,21 +85,14 @@ def send_weights(
         PeerFailed: If another rank's failed.
     """
     if exchanges_parts(manifest, transport) and transport.kind == "collective":
-
-        def holdings() -> Holdings:
-            found = weights.holdings(dtype)
-            assert found is not None, "the manifest has it that ranks hold all tensors in parts"
-            return found
-
-        link = end.exchange(manifest, transport, mesh.rank, mesh.world_size, holdings)
+        link = end.exchange(manifest, transport, mesh.rank, mesh.world_size, lambda: _holdings(weights, dtype))
         _log.info("weight version %d: this rank sent %.1f MB", manifest.version, link.num_bytes_sent / 1e6)
         return link.sent_digests
     sends = transport.every_rank_sends or mesh.rank == 0
     if not sends:
         end.close()  # The ranks that send give up a connection of all ranks, if there is one.
-    digests: Sequence[str] = ()
-    failure: BaseException | None = None
-    gathered: list[tuple[str, Tensor | None]] = []
+    own = _OwnPart()
+    digests: list[str] = []
     with ExitStack() as stack:
         senders: list[Sender] = []
 
@@ -104,68 +100,114 @@ def send_weights(
             if sends:
                 senders.append(stack.enter_context(end.transfer(manifest, transport)))
 
-        def put() -> None:
-            nonlocal failure
-            try:
-                for sender in senders if failure is None else ():
-                    for name, tensor in gathered:
-                        assert tensor is not None, f"{name} did not reach a rank that sends it"
-                        sender.put(name, tensor)
-            except BaseException as error:  # noqa: BLE001 - raised by `agree`
-                # This rank still takes part in bringing tensors together, for which the others would wait.
-                failure = error
-            gathered.clear()
-
-        def agree() -> None:
-            if failure is not None:
-                raise failure
-
         def finish() -> None:
-            nonlocal digests
-            agree()
+            own.check()
             for sender in senders:
-                digests = sender.finish()
+                digests.extend(sender.finish())
                 if transport.sends_changes and transport.kind != "ipc":
                     share = sender.num_bytes_sent / (manifest.num_bytes or 1)
                     _log.info("weight version %d: sent %.2f %% of its bytes", manifest.version, 100 * share)
 
         on_all_ranks(mesh.control, meet)
         if exchanges_parts(manifest, transport):
-            _exchange(end, senders[0], weights, transport, dtype, mesh)
+            _exchange(own, end, senders[0], weights, transport, dtype, mesh)
             on_all_ranks(mesh.control, finish)
             end.lanes.finish()
-            return digests
-        # Parts of about a bucket, as many on every rank, travel at one time. Ranks that do not send keep no tensors.
-        sizes = {spec.name: num_bytes(spec) for spec in manifest.tensors}
-        size, num_parts, agreed_at = 0, 0, 1
-        for tensors in _stream(weights, manifest, transport, dtype):
-            size += sum(sizes.get(name, 0) for name, _ in tensors)
-            gathered += tensors if sends else []
-            if size >= transport.bucket_bytes:
-                put()
-                size, num_parts = 0, num_parts + 1
-                # An agreement costs a message between all ranks, and a failure must not wait for the last part: after
-                # 1, 2, 4, 8 ... parts, at most as many are brought together in vain as before the failure.
-                if num_parts == agreed_at:
-                    on_all_ranks(mesh.control, agree)
-                    agreed_at *= 2
-        put()
-        on_all_ranks(mesh.control, finish)
+        else:
+            _put_whole(own, senders, weights, manifest, transport, dtype, mesh)
+            on_all_ranks(mesh.control, finish)
     return digests
 
 
+class _OwnPart:
+    """This rank's own part of a transfer, such as the hop to its receivers.
+
+    If it fails, the rank goes on with the work of all ranks, because the others would wait for it. They learn of the
+    failure when all agree, in `check`.
+    """
+
+    def __init__(self) -> None:
+        self._failure: BaseException | None = None
+
+    def attempt(
+        self, action: Callable[[], Result], report: Callable[[BaseException], object] | None = None
+    ) -> Result | None:
+        """Return the result of an action; None if it fails now, which is reported, or another one has failed."""
+        if self._failure is None:
+            try:
+                return action()
+            except BaseException as error:  # noqa: BLE001 - raised by `check`
+                self._failure = error
+                if report is not None:
+                    report(error)
+        return None
+
+    def check(self) -> None:
+        """Raise the failure, if there was one."""
+        if self._failure is not None:
+            raise self._failure
+
+
+def _put_whole(
+    own: _OwnPart,
+    senders: Sequence[Sender],
+    weights: RankWeights,
+    manifest: Manifest,
+    transport: Transport,
+    dtype: str,
+    mesh: RankMesh,
+) -> None:
+    """Bring whole tensors together and send them; collective.
+
+    About a bucket of them, as many on every rank, travels at one time. Ranks that do not send keep none.
+    """
+    gathered: list[tuple[str, Tensor | None]] = []
+
+    def put() -> None:
+        for sender in senders:
+            for name, tensor in gathered:
+                assert tensor is not None, f"{name} did not reach a rank that sends it"
+                sender.put(name, tensor)
+
+    sizes = {spec.name: num_bytes(spec) for spec in manifest.tensors}
+    size, num_parts, agreed_at = 0, 0, 1
+    for tensors in _stream(weights, manifest, transport, dtype):
+        size += sum(sizes.get(name, 0) for name, _ in tensors)
+        gathered += tensors if senders else []
+        if size >= transport.bucket_bytes:
+            own.attempt(put)
+            gathered.clear()
+            size, num_parts = 0, num_parts + 1
+            # An agreement costs a message between all ranks, and a failure must not wait for the last part: after
+            # 1, 2, 4, 8 ... parts, at most as many are brought together in vain as before the failure.
+            if num_parts == agreed_at:
+                on_all_ranks(mesh.control, own.check)
+                agreed_at *= 2
+    own.attempt(put)
+
+
+def _holdings(weights: RankWeights, dtype: str) -> Holdings:
+    found = weights.holdings(dtype)
+    assert found is not None, "the manifest has it that ranks hold all tensors in parts"
+    return found
+
+
 def _exchange(
-    end: SendingEnd, sender: Sender, weights: RankWeights, transport: Transport, dtype: str, mesh: RankMesh
+    own: _OwnPart,
+    end: SendingEnd,
+    sender: Sender,
+    weights: RankWeights,
+    transport: Transport,
+    dtype: str,
+    mesh: RankMesh,
 ) -> None:
     """Bring together on every rank only the parts that its receiver keeps, and send them; collective.
 
-    A rank whose receiver has failed still takes part, for the others would wait for its pieces. It leaves word in the
-    store of all ranks, so that no other waits longer for a receiver that works together with the failed one.
+    A rank whose receiver has failed leaves word in the store of all ranks, so that no other waits longer for a receiver
+    that works together with the failed one.
     """
-    holdings = weights.holdings(dtype)
-    assert holdings is not None, "the manifest has it that ranks hold all tensors in parts"
+    holdings = _holdings(weights, dtype)
     layouts: list[Layout] = []
-    failure: BaseException | None = None
     on_all_ranks(mesh.control, lambda: layouts.append(sender.begin()))
     end.plan = planned(end.plan, layouts[0], holdings, mesh.control, transport.bucket_bytes)
     layout = sender.regroup(end.plan.buckets)
@@ -173,32 +215,20 @@ def _exchange(
     exchange = Exchange.among_senders(end.plan, layout, holdings, mesh.device, lanes)
     store, key = dist.distributed_c10d._get_default_store(), f"failed {transport.address} {layouts[0].manifest}"
 
-    def attempt(action: Callable[[], Tensor | None]) -> Tensor | None:
-        nonlocal failure
-        if failure is None:
-            try:
-                return action()
-            except BaseException as error:  # noqa: BLE001 - raised by the caller
-                failure = error
-                store.set(key, f"rank {mesh.rank} failed: {type(error).__name__}: {error}")
-        return None
+    def report(error: BaseException) -> None:
+        store.set(key, f"rank {mesh.rank} failed: {type(error).__name__}: {error}")
 
     with asking(lambda: store.get(key).decode() if store.check([key]) else ""):
         for bucket in layout.buckets:
-            buffer = attempt(partial(sender.buffer, bucket))
+            buffer = own.attempt(partial(sender.buffer, bucket), report)
             if buffer is None:
                 buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=mesh.device)
             exchange.fill(bucket, buffer)
-            attempt(partial(sender.send, bucket))
+            own.attempt(partial(sender.send, bucket), report)
         told = exchange.told_digests()
-        attempt(partial(exchange.compare, told))
+        own.attempt(partial(exchange.compare, told), report)
     if lanes is not None:
         share = 100 * exchange.num_bytes_sent / (exchange.num_bytes_planned or 1)
         _log.info("rank %d sent %.2f %% of the bytes of its messages to other ranks", mesh.rank, share)
-
-    def agree() -> None:
-        if failure is not None:
-            raise failure
-
     # No receiver is told that all has arrived before every rank has what the others sent.
-    on_all_ranks(mesh.control, agree)
+    on_all_ranks(mesh.control, own.check)
