@@ -188,4 +188,4 @@ def test_a_call_whose_tools_cannot_be_read_and_a_large_value_are_left_out(tmp_pa
     found = read_traces(str(tmp_path))
     assert [call.reply["content"] for call in found.calls] == ["Hello"]
     assert len(found.faults) == 2
-    assert "write a value in each line" in found.faults[0]
+    assert "write JSON lines" in found.faults[0]

@@ -114,7 +114,7 @@ def _values(path: Path, faults: list[str]) -> Iterator[tuple[str, Any]]:
                 line += file.read(MAX_LINE)
                 if file.read(1):
                     faults.append(
-                        f"{path.name}: it has more than {MAX_LINE} bytes; write a value in each line of .jsonl"
+                        f"{path.name}: it has more than {MAX_LINE} bytes; write JSON lines instead"
                     )
                     return
             if not line.strip():
