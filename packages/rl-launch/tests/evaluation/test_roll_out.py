@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 from rich.console import Console
 from scripted import Killed, ScriptedPool, make_plan, make_prompt, make_task
+from typer.testing import CliRunner
 
 from rl_algos.data.contamination import Overlap
 from rl_core.config import Config
 from rl_core.errors import ConfigError, RolloutsFailed, RunDirectoryError
+from rl_launch.cli import app
 from rl_launch.commands.evaluate import _result, roll_out
 from rl_launch.evaluation.folder import EvaluationFolder
 from rl_launch.evaluation.result import EvaluationResult, compare_results, show_comparison, show_result
@@ -175,3 +177,35 @@ def test_tables_show_every_task_and_what_failed_in_80_columns(tmp_path):
     text = console.export_text()
     for words in ("pass@2", "0 to 0.5", "failed samples score 0: 4 x the verifier hung", "not significant"):
         assert words in text, text
+
+
+def shown(*arguments, code=0):
+    answer = CliRunner().invoke(app, ["show", *map(str, arguments)])
+    assert answer.exit_code == code, answer.output
+    return answer.output
+
+
+def test_rl_show_shows_an_evaluation_and_selects_its_rollouts(tmp_path):
+    result, _ = evaluate(tmp_path, make_plan(make_task(3, num_samples=4), k=(2,)), SCRIPT.__getitem__)
+    text = shown(tmp_path)
+    assert "pass@2" in text
+    assert "Rollouts of the evaluation: 12" in text
+    assert "best of the" in text
+    selected = shown(tmp_path, "--where", "status=failed", "--limit", "1")
+    assert "4 selected, 1 shown" in selected
+    assert "pass@2" not in selected
+    found = json.loads(shown(tmp_path, "--json"))
+    assert found["result"] == json.loads(json.dumps(result.as_json()))
+    assert found["rollouts"]["num_rollouts"] == 12
+    assert "--step is for runs" in shown(tmp_path, "--step", "2", code=2)
+
+
+def test_rl_show_shows_an_evaluation_that_is_not_finished(tmp_path):
+    with pytest.raises(Killed):
+        evaluate(tmp_path, make_plan(make_task(4)), right_for_half, killed_after=2)
+    with (tmp_path / "rollouts.jsonl").open("a") as file:
+        file.write('{"cut')
+    text = shown(tmp_path)
+    assert f"is not finished; continue it with rl eval {tmp_path}" in text.replace("\n", "")
+    assert "Rollouts of the evaluation: 2" in text
+    assert json.loads(shown(tmp_path, "--json"))["result"] is None

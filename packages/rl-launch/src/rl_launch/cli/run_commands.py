@@ -155,7 +155,8 @@ def label(
 
 def show(
     paths: Annotated[
-        list[Path], argument("RUN...", "A run directory, or several to compare. Use rl runs to list them.")
+        list[Path],
+        argument("RUN...", "A run directory, or several to compare; or an evaluation. Use rl runs to list runs."),
     ],
     step: Annotated[
         int | None,
@@ -181,16 +182,18 @@ def show(
     """Show a run: plots and a table of metrics, time by phase, samples of rollouts, and advice. For several runs, show
     the keys in which they differ, their curves in one plot, and their last and best values. Runs that differ only in
     seeds are one line, with mean and standard deviation. With --val, --where or --sort, show only rollouts, of the
-    newest step or of --step.
+    newest step or of --step. An evaluation is shown with its estimates and rollouts.
 
     With --json: {"schema": 1, "path", "description", "state", "summaries": [{"name", "first", "best", "best_step",
     "last", "last_step"}, ...], "timings": {PHASE: SECONDS}, "rollouts": {"step", "num_rollouts", "best", "worst",
     "failures": {REASON: COUNT}}|null, "advice": [{"found", "remedy", "metrics", "where"}, ...]}. For several runs:
     {"schema": 1, "keys": [KEY, ...], "seeds": [KEY, ...], "groups": [{"name", "values": {KEY: VALUE}, "runs": [PATH,
-    ...], "metrics": {METRIC: {"last": {"mean", "std", "num_runs"}, "best": {...}|null}}}, ...]}.
+    ...], "metrics": {METRIC: {"last": {"mean", "std", "num_runs"}, "best": {...}|null}}}, ...]}. For an evaluation:
+    {"schema": 1, "path", "result": contents of eval.json|null, "rollouts"}.
     """
     with reported():
         from rl_core.errors import ConfigError
+        from rl_launch.evaluation.folder import is_evaluation
         from rl_launch.session.directory.checkpoint_name import CheckpointName
         from rl_launch.session.directory.run_folder import RunFolder
         from rl_launch.show.images import check_matplotlib, write_images
@@ -198,14 +201,19 @@ def show(
 
         if png is not None:
             check_matplotlib()
-        named = [CheckpointName.parse(path) for path in paths]
-        found = [RunFolder(each.run if each else path) for path, each in zip(paths, named, strict=True)]
-        if step is None and (one := next((each for each in named if each and each.which), None)):
-            step = int(one.checkpoint().name.removeprefix("step_")) if one.step is None else one.step
         asked = None
         if of_validation or conditions or sort:
             holding = [Condition.parse(text, "--where", "reward=0 or status=failed") for text in conditions or ()]
             asked = Selection("val" if of_validation else "step", holding, sort, limit)
+        if len(paths) == 1 and is_evaluation(paths[0].expanduser()):
+            if given := [name for name, value in (("--step", step), ("--val", of_validation), ("--png", png)) if value]:
+                raise ConfigError(f"{given[0]} is for runs, and {paths[0]} is an evaluation")
+            _show_evaluation(paths[0].expanduser(), asked, as_json=as_json)
+            return
+        named = [CheckpointName.parse(path) for path in paths]
+        found = [RunFolder(each.run if each else path) for path, each in zip(paths, named, strict=True)]
+        if step is None and (one := next((each for each in named if each and each.which), None)):
+            step = int(one.checkpoint().name.removeprefix("step_")) if one.step is None else one.step
         if len(found) == 1:
             lines = _show_one(found[0], step, asked, as_json=as_json, lists_all=lists_all)
         elif asked is not None:
@@ -233,6 +241,30 @@ def _show_one(
 
         showing.show(report, Console(), lists_all=lists_all)
     return [Line("", report.series)]
+
+
+def _show_evaluation(folder: Path, asked: Selection | None, *, as_json: bool) -> None:
+    from dataclasses import asdict
+
+    from rich.console import Console
+
+    from rl_launch import show as showing
+    from rl_launch.evaluation.folder import RESULT, rollouts_in
+    from rl_launch.evaluation.result import EvaluationResult, show_result
+    from rl_launch.show.selection import Selection
+
+    result = EvaluationResult.read(folder) if (folder / RESULT).is_file() else None
+    rollouts = showing.rollouts_of(rollouts_in(folder), asked or Selection())
+    if as_json:
+        found = None if result is None else result.as_json()
+        write_json({"schema": 1, "path": str(folder), "result": found, "rollouts": asdict(rollouts)})
+        return
+    console = Console()
+    if result is None:
+        console.print(f"{folder} is not finished; continue it with rl eval {folder}", soft_wrap=True, markup=False)
+    elif asked is None:
+        show_result(result, console)
+    showing.show_rollouts(rollouts, console)
 
 
 def _show_several(runs: list[RunFolder], *, as_json: bool) -> list[Line]:

@@ -231,6 +231,13 @@ class EvaluationFolder:
         return done, size
 
 
+def rollouts_in(folder: Path) -> list[dict[str, Any]]:
+    """Return the records of the rollouts in the folder of an evaluation, which may be in progress."""
+    path = folder / ROLLOUTS
+    lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
+    return [json.loads(line) for line in lines if line.endswith(b"\n")]
+
+
 def is_evaluation(path: Path) -> bool:
     """Return whether a folder holds an evaluation."""
     return (path / PLAN).is_file() and (path / CONFIG).is_file()

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from math import isfinite
-from typing import Any
+from typing import Any, Literal
 
 from rl_algos.evaluation.summary import reason_counts
 from rl_core.errors import RunDirectoryError
@@ -139,7 +139,7 @@ class Rollouts:
         worst: The worst rollouts of the same prompts, or those with the lowest rewards.
         are_mixed: True if they are of prompts whose rollouts differ in reward.
         failures: Reasons of failed ones, the most frequent first, each with its count.
-        kind: `val` for rollouts of a validation.
+        kind: `val` for rollouts of a validation, `eval` for those of `rl eval`.
         chosen: Those that were asked for, in place of `best` and `worst`; None if none were.
         num_chosen: Number of chosen rollouts; the first of them are in `chosen`.
     """
@@ -150,7 +150,7 @@ class Rollouts:
     worst: tuple[RolloutSample, ...]
     failures: Mapping[str, int]
     are_mixed: bool = False
-    kind: Kind = "step"
+    kind: Kind | Literal["eval"] = "step"
     chosen: tuple[RolloutSample, ...] | None = None
     num_chosen: int = 0
 
@@ -270,7 +270,11 @@ def _rollouts(run: RunFolder, step: int | None, asked: Selection | None) -> Roll
     if asked is None and (not steps or (step is not None and step not in steps)):
         return None
     shown_step = step if step is not None else steps[-1] if steps else 0
-    records = list(run.rollouts(shown_step, selection.kind))
+    return rollouts_of(list(run.rollouts(shown_step, selection.kind)), selection, step=shown_step)
+
+
+def rollouts_of(records: Sequence[Mapping[str, Any]], selection: Selection, *, step: int | None = None) -> Rollouts:
+    """Return the rollouts to show of all records of a step, or of an evaluation, whose step is None."""
     failed = [record for record in records if record.get("status") == "failed"]
     scored = [record for record in records if record.get("status") != "failed" and record.get("rewards")]
     scored.sort(key=reward_of, reverse=True)
@@ -284,13 +288,13 @@ def _rollouts(run: RunFolder, step: int | None, asked: Selection | None) -> Roll
     rest = [record for record in reversed(scored) if not any(record is other for other in best)]
     chosen = selection.of(records) if selection.is_a_choice else None
     return Rollouts(
-        step=shown_step,
+        step=step or 0,
         num_rollouts=len(records),
         best=tuple(map(_sample, best)),
         worst=tuple(map(_sample, [group[-1] for group in mixed] or _of_different_prompts(rest))),
         are_mixed=bool(mixed),
         failures=dict(Counter(str(record.get("failure", "")) for record in failed).most_common(MAX_FAILURES)),
-        kind=selection.kind,
+        kind="eval" if step is None else selection.kind,
         chosen=None if chosen is None else tuple(map(_sample, chosen[: selection.limit])),
         num_chosen=len(chosen or ()),
     )

@@ -156,7 +156,7 @@ def show(report: RunReport, console: Console, *, lists_all: bool = False) -> Non
     for line in [report.path, progress, *([f"model {known.model}"] if known.model else []), *saved]:
         console.print(line, style="bold", highlight=False, markup=False, soft_wrap=True)
     if report.rollouts is not None and report.rollouts.were_asked_for:
-        _show_rollouts(report.rollouts, console, width)
+        show_rollouts(report.rollouts, console)
         return
     if not report.series:
         log = "logs/error.log for the reason" if report.state.status == "failed" else "logs/driver.log for its progress"
@@ -171,7 +171,7 @@ def show(report: RunReport, console: Console, *, lists_all: bool = False) -> Non
     console.print()
     console.print(_times(report), width=width)
     if report.rollouts is not None:
-        _show_rollouts(report.rollouts, console, width)
+        show_rollouts(report.rollouts, console)
     console.print("\nWhat to look at next", style="bold")
     for each in report.advice:
         console.print(_indented(Text(f"{each.found}."), 2), width=width)
@@ -235,11 +235,16 @@ def _times(report: RunReport) -> Table:
     return table
 
 
-def _show_rollouts(rollouts: Rollouts, console: Console, width: int) -> None:
-    what = "Validation rollouts after step" if rollouts.kind == "val" else "Rollouts of step"
-    console.print(f"\n{what} {rollouts.step}: {rollouts.num_rollouts}", style="bold", highlight=False)
+def show_rollouts(rollouts: Rollouts, console: Console) -> None:
+    """Print the rollouts of a step or of an evaluation that were asked for, or the best and the worst of some."""
+    width = min(console.width, WIDEST)
+    which = {"val": f"Validation rollouts after step {rollouts.step}", "eval": "Rollouts of the evaluation"}
+    title = which.get(rollouts.kind, f"Rollouts of step {rollouts.step}")
+    console.print(f"\n{title}: {rollouts.num_rollouts}", style="bold", highlight=False)
     if rollouts.chosen is not None:
-        others = f", {len(rollouts.chosen)} shown" if rollouts.chosen else "; --step N selects from another step"
+        others = f", {len(rollouts.chosen)} shown" if rollouts.chosen else ""
+        if not rollouts.chosen and rollouts.kind != "eval":
+            others = "; --step N selects from another step"
         console.print(f"  {rollouts.num_chosen} selected{others}", highlight=False)
         titled = [("", sample) for sample in rollouts.chosen]
     elif rollouts.are_mixed:
