@@ -111,6 +111,21 @@ def test_long_results_are_cut():
     assert len(result.observation[0]["content"]) == MAX_RESULT
 
 
+def test_text_next_to_images_is_cut_too():
+    image = {"type": "image", "image": b"bytes"}
+
+    def look() -> list:
+        """Look."""
+        return ["x" * MAX_RESULT, image, "\ud83d" * 10]
+
+    [result] = ToolEnvironment([look], score).step([said("", call("look"))], [None])
+    assert result.observation[0]["content"] == [
+        {"type": "text", "text": "x" * MAX_RESULT},
+        image,
+        {"type": "text", "text": ""},
+    ]
+
+
 def test_a_state_may_begin_from_the_row():
     made = environment(start=lambda row: {"seen": [row["answer"]]})
     [result] = made.step([said("2")], [None])

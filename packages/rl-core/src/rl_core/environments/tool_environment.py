@@ -13,7 +13,7 @@ from typing import Any, Protocol, get_type_hints
 from pydantic import ConfigDict, ValidationError, create_model
 
 from rl_core.environments.messages import read_value, write_value
-from rl_core.environments.observed_images import parts_of
+from rl_core.environments.observed_images import TEXT, parts_of
 from rl_core.environments.reward_function import GatherRunner, as_environment
 from rl_core.rollouts.environment import (
     Conversation,
@@ -254,7 +254,7 @@ class ToolEnvironment:
                     play.sessions[tool] = await tool.open()
                 result, failed = await play.sessions[tool].call(call.name, call.arguments)
             parts = parts_of(result)
-            return (as_text(result)[:MAX_RESULT] if parts is None else parts), failed
+            return (as_text(result)[:MAX_RESULT] if parts is None else _cut(parts)), failed
         except MalformedCall as error:
             return f"Error: {error}", True
         except (MemoryError, ServerFailed):
@@ -264,6 +264,17 @@ class ToolEnvironment:
 
     def _begin(self, conversation: Conversation) -> _Play:
         return _Play(dict(self._start(conversation.info))) if self._start else _Play()
+
+
+def _cut(parts: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the parts of a result with at most `MAX_RESULT` characters of text."""
+    kept, left = [], MAX_RESULT
+    for part in parts:
+        if part["type"] == TEXT:
+            part = {**part, TEXT: as_text(part[TEXT])[:left]}
+            left -= len(part[TEXT])
+        kept.append(part)
+    return kept
 
 
 def _check_names(names: Iterable[str]) -> None:
