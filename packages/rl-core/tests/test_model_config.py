@@ -146,3 +146,23 @@ def test_dora_is_refused_by_name():
     assert problem.key == "use_dora"
     assert "DoRA" in problem.feature
     assert "use_rslora=true" in problem.remedy
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"freeze": ["*.mlp"], "lora_cfg": {"enabled": True}}, "freeze.*because only adapters train"),
+        ({"train_only": ["*.mlp"], "lora_cfg": {"enabled": True}}, "train_only.*because only adapters train"),
+        ({"optimizer": {"lr_scales": {"*": -1.0}}}, "greater than or equal to 0|0 or more|at least 0"),
+        (
+            {
+                "optimizer": {"lr_scales": {"*.mlp": 2.0}},
+                "scheduler": [{"name": "torch.optim.lr_scheduler.OneCycleLR", "kwargs": {"max_lr": 1.0}}],
+            },
+            "cannot be combined with optimizer.lr_scales",
+        ),
+    ],
+)
+def test_patterns_that_would_have_no_effect_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        ModelConfig(model_name="m", **settings)

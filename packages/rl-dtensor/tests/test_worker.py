@@ -43,6 +43,7 @@ class TestDTensorWorker(PooledSuite):
     "test_a_reference_moves_towards_the_model_when_it_is_told_to",
     "test_a_resumed_run_is_bit_equal",
     "test_an_export_and_a_transfer_hold_the_same_weights",
+    "test_frozen_parameters_stay_and_others_step_at_their_own_rates",
     "test_metrics_are_those_of_the_whole_batch",
     "test_norms_and_biases_are_not_decayed_if_the_config_says_so",
     "test_ranks_name_the_files_they_write_and_none_writes_what_another_steps",
@@ -66,6 +67,7 @@ class MeshSuite(PooledSuite):
     test_losses_gradients_and_weights_are_those_of_one_process = None
     test_the_norm_is_reported_before_clipping = None
     test_schedules_follow_one_another = None
+    test_patterns_that_match_nothing_are_refused = None
     test_a_save_in_the_background_holds_what_was_there_when_it_was_asked_for = None
     test_a_save_that_fails_in_the_background_is_told_once_and_the_next_one_works = None
     test_a_run_resumes_on_another_number_of_ranks = None

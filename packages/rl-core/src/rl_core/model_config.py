@@ -182,6 +182,10 @@ class OptimizerConfig(Config):
     decay_norms_and_biases: bool = True
     """Apply `weight_decay` to every parameter. If false, the parameters of norms and all biases are not decayed, as in
     the Trainer of transformers and TRL; all others are, also one-dimensional ones such as attention sinks."""
+    lr_scales: dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]] = {}
+    """Factors of the learning rate by patterns of parameters, which are written as in `policy.freeze`. The first
+    pattern that matches a parameter counts; parameters that no pattern matches have a factor of 1. Schedules multiply
+    the scaled rates. `{"*.lora_B": 16}` trains adapters as LoRA+ does (arXiv:2402.12354)."""
 
     _is_dotted = field_validator("name")(_dotted("torch.optim.AdamW", OPTIMIZERS))
 
@@ -369,6 +373,13 @@ class ModelConfig(Config):
     optimizer: OptimizerConfig = OptimizerConfig()
     scheduler: list[SchedulerConfig] = []
     """Learning-rate schedules in order; with an empty list the learning rate is constant."""
+    freeze: Annotated[list[str], WhenChanged.NEW_RUN] = []
+    """Patterns of parameters that do not train. A pattern matches the name of a parameter in `transformers`, such as
+    `model.norm.weight`, or the name of a module, for all of its parameters, such as `model.layers.0`; `*` matches any
+    characters, as in `*.mlp.gate`. Frozen parameters have the dtype of `precision`, no gradients and no optimizer
+    state. Not for adapters, see `lora_cfg.target_modules`."""
+    train_only: Annotated[list[str], WhenChanged.NEW_RUN] = []
+    """Patterns, as in `freeze`, of the only parameters that train; all except those in `freeze` if empty."""
     lora_cfg: LoraConfig = LoraConfig()
     vision: VisionConfig = VisionConfig()
     draft_head: DraftHeadConfig | None = None
@@ -388,8 +399,9 @@ class ModelConfig(Config):
             *((Problem("dynamic_batching.enabled", reason, remedy=remedy),) if is_both else ()),
             *((_PADDED_PREFIXES,) if shares_padded else ()),
             *_adapter_problems(self.lora_cfg),
+            *_freezing_problems(self),
             *_vision_problems(self.vision, self.lora_cfg),
-            *_schedule_problems(self.scheduler),
+            *_schedule_problems(self.scheduler, scales_rates=bool(self.optimizer.lr_scales)),
             *(each for key, optimizer in _optimizers(self).items() for each in _optimizer_problems(key, optimizer)),
             *_argument_problems(self),
             *_override_problems(self.hf_config_overrides),
@@ -450,6 +462,14 @@ def _adapter_problems(lora: LoraConfig) -> Iterator[Problem]:
         yield Problem("lora_cfg.dropout", reason, got=lora.dropout, remedy=remedy)
 
 
+def _freezing_problems(model: ModelConfig) -> Iterator[Problem]:
+    for name in ("freeze", "train_only"):
+        if getattr(model, name) and model.lora_cfg.enabled:
+            reason = "with lora_cfg.enabled=true, because only adapters train"
+            remedy = "Choose the layers of adapters by lora_cfg.target_modules and lora_cfg.exclude_modules"
+            yield Problem.unused(name, reason, remedy=remedy)
+
+
 def _vision_problems(vision: VisionConfig, lora: LoraConfig) -> Iterator[Problem]:
     for name in ("tower", "projector"):
         key, chosen = f"vision.{name}", getattr(vision, name)
@@ -475,7 +495,11 @@ def _class_problems(key: str, name: str, known: Mapping[str, frozenset[str]], ki
         yield Problem(f"{key}.name", f"is not {kind} of torch", got=name, remedy=remedy)
 
 
-def _schedule_problems(scheduler: list[SchedulerConfig]) -> Iterator[Problem]:
+_ABSOLUTE = ("torch.optim.lr_scheduler.CyclicLR", "torch.optim.lr_scheduler.OneCycleLR")
+"""Schedules whose own arguments are the learning rates of all parameters."""
+
+
+def _schedule_problems(scheduler: list[SchedulerConfig], *, scales_rates: bool) -> Iterator[Problem]:
     for place, entry in enumerate(scheduler):
         if entry.name is None:
             continue
@@ -486,6 +510,10 @@ def _schedule_problems(scheduler: list[SchedulerConfig]) -> Iterator[Problem]:
             yield Problem(f"scheduler[{place}].name", reason, got=entry.name, remedy=remedy, feature=entry.name)
         else:
             yield from _class_problems(f"scheduler[{place}]", entry.name, SCHEDULES, "a learning-rate schedule")
+        if scales_rates and entry.name in _ABSOLUTE:
+            reason = "cannot be combined with optimizer.lr_scales, because it sets the learning rates of all parameters"
+            remedy = "Choose another schedule, such as torch.optim.lr_scheduler.CosineAnnealingLR"
+            yield Problem(f"scheduler[{place}].name", reason, got=entry.name, remedy=remedy)
     num_schedules = sum(entry.name is not None for entry in scheduler)
     milestones = [entry.milestones for entry in scheduler if entry.milestones is not None]
     num_milestones = sum(len(steps) for steps in milestones)

@@ -8,7 +8,6 @@ from pathlib import Path
 from rl_core.data.microbatch import Batching
 from rl_core.model import ModelSpec, Rendezvous
 from rl_core.model_config import ModelConfig
-from rl_core.torch.optim.optimizer import norms_and_biases
 from rl_core.torch.training.backend import TrainingParts
 from rl_core.torch.training.worker import TrainingWorker
 from rl_dtensor.config import DTensorConfig
@@ -49,7 +48,7 @@ def build_parts(
     model = build_model(config, backend, spec, folder=folder, is_packed=is_packed, mesh=mesh)
     inner = None
     if spec.trains:
-        inner = build_sharded_optimizer(config.optimizer, model.trained_groups(), norms_and_biases(model.chunks))
+        inner = build_sharded_optimizer(config.optimizer, model.trained_groups(), model.described())
     memory = GradientMemory.of(model.parameters(), cpu_offload=backend.cpu_offload)
     keeps_whole = spec.trains and keeps_whole_gradients(backend.gradient_accumulation, memory, mesh)
     policy = DTensorModel(model, mesh, keeps_whole_gradients=keeps_whole)

@@ -41,7 +41,7 @@ def counted(hf=None, tokens=1000, **settings):
     config = ModelConfig(model_name="m", max_total_sequence_length=100, logprob_chunk_size=10, sequence_packing=packing)
     backend = DTensorConfig(**settings)
     mesh = SimpleNamespace(rank=0, sizes=AxisSizes.of(backend, backend.pipeline_parallel_size))
-    return CountedMemory.of(config, backend, hf, decoder_layers(hf), mesh=mesh, trains_all=True)
+    return CountedMemory.of(config, backend, hf, decoder_layers(hf), mesh=mesh, trained=set(hf.parameters()))
 
 
 def planned(room, *args, **settings):
@@ -124,7 +124,7 @@ def test_the_driver_counts_a_rank_as_its_worker_does(name, world):
     assert size.count == pytest.approx(sum(each.numel() for each in hf.parameters()), rel=1e-3)
     backend = DTensorConfig(tensor_parallel_size=2, pipeline_parallel_size=2)
     sizes = AxisSizes.of(backend, world)
-    here = RankParameters.of(hf, decoder_layers(hf), config.num_hidden_layers // 2, sizes)
+    here = RankParameters.of(hf, decoder_layers(hf), config.num_hidden_layers // 2, sizes, set(hf.parameters()))
     found = PLUGIN.memory(ModelConfig(model_name=name), backend, size, world, trains=True)
     assert found.device == pytest.approx(16 * here.sharded, rel=1e-3)
     assert found.kept == pytest.approx(12 * here.sharded, rel=1e-3)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Set
+from collections.abc import Mapping
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -16,6 +16,7 @@ from rl_core.model import ModelSpec, Rendezvous
 from rl_core.model_config import ModelConfig
 from rl_core.torch.files.model_files import WeightFiles
 from rl_core.torch.optim.optimizer import build_optimizer, with_fused_step
+from rl_core.torch.optim.parameters import OptimizedParameter
 from rl_core.torch.training.backend import TrainingParts
 from rl_core.torch.training.flops import ModelShape, attention_shapes
 from rl_core.torch.training.lora import InitialFactors
@@ -75,14 +76,16 @@ def build_parts(
         add_adapters(model, config.lora_cfg)
     weights = MegatronWeights(model, WeightFiles.of(folder), mesh)
     weights.load(InitialFactors.of(config.lora_cfg, spec.seed))
+    if spec.trains:
+        weights.choose_trained(config)
     chunks = wrap_chunks(model, backend.distributed_data_parallel_config) if spec.trains else []
 
-    def build(parameters: list[nn.Parameter], undecayed: Set[nn.Parameter]) -> Optimizer:
-        return build_optimizer(with_fused_step(config.optimizer, parameters), parameters, undecayed=undecayed)
+    def build(parameters: list[nn.Parameter], described: Mapping[nn.Parameter, OptimizedParameter]) -> Optimizer:
+        return build_optimizer(with_fused_step(config.optimizer, parameters), parameters, described=described)
 
     optimizer = None
     if spec.trains:
-        optimizer = MegatronOptimizer(chunks, build, weights.is_counted, weights.norms_and_biases)
+        optimizer = MegatronOptimizer(chunks, build, weights.is_counted, weights.described)
     shape = shape_of(model, weights, trains_routers=not backend.freeze_moe_router)
     passes = MegatronModel(model, chunks, weights, mesh, shape=shape, reports_layers=backend.moe_per_layer_logging)
     return TrainingParts(

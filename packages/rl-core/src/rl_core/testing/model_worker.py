@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -422,6 +423,49 @@ class ModelWorkerSuite:
                 model.export(str(path / "end"))
             for name, parameter in self._oracle(path / "end", role).model.named_parameters():
                 self._assert_close(parameter.detach().numpy(), named[name].detach().numpy(), name)
+
+    def test_frozen_parameters_stay_and_others_step_at_their_own_rates(self, tmp_path: Path) -> None:
+        freeze = ["model.embed_tokens", "*.layers.0", "*.mlp.down_proj"]
+        scaled = SGD.model_copy(update={"lr_scales": {"*.self_attn": 0.5, "*norm*": 3.0}})
+        settings: dict[str, Any] = {"freeze": freeze, "optimizer": scaled}
+        start, oracle, batches = self._oracle(), self._oracle(), [make_batch(seed=seed) for seed in range(3)]
+
+        def rate(name: str) -> float:
+            if any(fnmatch(name, f"{pattern}.*") for pattern in freeze):
+                return 0.0
+            return 0.5 if ".self_attn." in name else 3.0 if "norm" in name else 1.0
+
+        oracle.train_by_name(SGD, rate)
+        with self._model(**settings) as model:
+            self._assert_trains_like(model, oracle, batches[:2], TokenLoss())
+            model.save(str(tmp_path / "checkpoint"))
+            expected = model.train_step(batches[2], TokenLoss())
+            model.export(str(tmp_path / "end"))
+        with self._model(**settings) as model:
+            model.load(str(tmp_path / "checkpoint"))
+            resumed = model.train_step(batches[2], TokenLoss())
+            model.export(str(tmp_path / "resumed"))
+        assert (resumed["loss"], resumed["grad_norm"]) == (expected["loss"], expected["grad_norm"])
+        end = dict(self._oracle(tmp_path / "end").model.named_parameters())
+        for name, parameter in self._oracle(tmp_path / "resumed").model.named_parameters():
+            assert parameter.equal(end[name]), name
+        oracle.train_step(batches[2], TokenLoss(), SGD, 1.0)
+        named, before = dict(oracle.model.named_parameters()), dict(start.model.named_parameters())
+        for name, parameter in end.items():
+            if named[name].requires_grad:
+                self._assert_close(parameter.detach().numpy(), named[name].detach().numpy(), name)
+            assert parameter.equal(before[name]) == (not named[name].requires_grad), name
+
+    def test_patterns_that_match_nothing_are_refused(self) -> None:
+        for key, settings in (
+            ("freeze", {"freeze": ["layers.0"]}),
+            ("train_only", {"train_only": ["model.layers.7"]}),
+            ("optimizer.lr_scales", {"freeze": ["*.layers.0"], "optimizer": OptimizerConfig(lr_scales={"*.0.mlp": 2})}),
+        ):
+            with pytest.raises(WorkerError, match=f"{key}: .* matches no parameter"):
+                self._model(1, **settings)
+        with pytest.raises(WorkerError, match="no parameter is left to train"):
+            self._model(1, freeze=["model"])
 
     def test_the_reference_stays_what_it_was(self) -> None:
         batch = make_batch()

@@ -7,7 +7,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, Trainer
 
 from rl_core.facts.optimizer_arguments import OPTIMIZERS
 from rl_core.model_config import ModelConfig, OptimizerConfig
-from rl_core.torch.optim.optimizer import build_optimizer, norms_and_biases
+from rl_core.torch.optim.optimizer import build_optimizer
+from rl_core.torch.optim.parameters import OptimizedParameter, describe_parameters
 
 FAMILIES = ("gpt2", "gpt_oss", "olmo2", "phi", "qwen2", "qwen3_next", "falcon_h1", "stablelm")
 """Norms with and without biases, of whole states and of heads, sinks, and layers with states."""
@@ -18,14 +19,18 @@ def test_they_are_those_of_the_trainer_of_transformers(family):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, num_hidden_layers=4))
     decayed = Trainer.get_decay_parameter_names(None, model)
-    found = norms_and_biases([model])
+    found = norms_and_biases(model)
     ours = {name for name, parameter in model.named_parameters() if parameter not in found}
     assert ours == set(decayed) & dict(model.named_parameters()).keys()
 
 
 def test_a_norm_is_known_by_its_class_if_its_name_does_not_say_so():
     model = nn.ModuleDict({"scale": nn.RMSNorm(3), "layers": nn.ModuleList([nn.Linear(2, 2)])})
-    assert norms_and_biases([model]) == {model["scale"].weight, model["layers"][0].bias}
+    assert norms_and_biases(model) == {model["scale"].weight, model["layers"][0].bias}
+
+
+def norms_and_biases(model):
+    return {parameter for parameter, found in describe_parameters([model]).items() if found.is_norm_or_bias}
 
 
 def optimizer(name, **settings):
@@ -35,7 +40,8 @@ def optimizer(name, **settings):
 def test_a_group_without_any_is_there_on_every_rank():
     parameters = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))]
     for undecayed in ({parameters[1]}, set(), set(parameters)):
-        built = build_optimizer(optimizer("AdamW", weight_decay=0.5), parameters, undecayed=undecayed)
+        described = {each: OptimizedParameter(("x",), each in undecayed) for each in parameters}
+        built = build_optimizer(optimizer("AdamW", weight_decay=0.5), parameters, described=described)
         assert [group["weight_decay"] for group in built.param_groups] == [0.5, 0.0]
         for parameter in parameters:
             parameter.grad = torch.zeros(2)

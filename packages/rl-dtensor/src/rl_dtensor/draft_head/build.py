@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from rl_core.model_config import DraftHeadConfig, ModelConfig
 from rl_core.torch.files.model_files import CONFIG, WeightFiles, fetched_folder
-from rl_core.torch.optim.optimizer import norms_and_biases
+from rl_core.torch.optim.parameters import check_patterns, describe_parameters
 from rl_core.torch.training.backend import HeadParts
 from rl_core.weights import TensorSpec
 from rl_dtensor.config import DTensorConfig
@@ -67,7 +67,8 @@ def build_draft_head(
         sent = {DRAFT_TO_TARGET: distances}
         exported = {**sent, TARGET_TO_DRAFT: is_drafted.index_fill(0, draft_ids, value=True)}
     head = ShardedHead(module, draft_ids)
-    inner = build_sharded_optimizer(settings.optimizer, [head.trained()], norms_and_biases([head.module]))
+    check_patterns("draft_head.optimizer.lr_scales", settings.optimizer.lr_scales, list(head.state()))
+    inner = build_sharded_optimizer(settings.optimizer, [head.trained()], describe_parameters([head.module]))
     parts = HeadParts(
         folder,
         DraftHeadModel(head, policy, mesh),

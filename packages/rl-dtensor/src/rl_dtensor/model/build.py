@@ -16,6 +16,7 @@ from rl_core.torch.heads.reads import new_head
 from rl_core.torch.heads.vocab_parallel import VocabShard
 from rl_core.torch.kernels.devices import runs_kernels
 from rl_core.torch.kernels.exact import exact_rows
+from rl_core.torch.optim.parameters import check_patterns, frozen_names
 from rl_core.torch.process_group import on_all_ranks
 from rl_core.torch.training.lora import InitialFactors
 from rl_core.torch.training.recompute import max_tokens
@@ -130,6 +131,7 @@ class ModelBuilder:
         self.trains_all, self.is_exact = spec.trains and not config.lora_cfg.enabled, spec.exact
         self.fuses = backend.fused_kernels and runs_kernels(mesh.device)
         self.dispatch: Dispatch | None = None
+        self.frozen: set[str] = set()
         self.token_part = (mesh.on("tp"), mesh.sizes.tp) if backend.sequence_parallel else (0, 1)
 
     def build(self) -> ShardedModel:
@@ -147,12 +149,16 @@ class ModelBuilder:
         stages = Stages.of(whole, num_stages) if num_stages > 1 else None
         catalog = Catalog.of(whole, (lambda name: 0) if stages is None else stages.stage_of)
         kept = Kept.of(whole, catalog, self.files, self.compute)
+        if self.trains_all:
+            self.frozen = frozen_names(config, [name for name, _ in whole.named_parameters()])
+        self.frozen |= VisionParts.of(whole, config.vision).frozen(whole)
         parameters = {name for name, _ in whole.named_parameters()}
         replicates = self.trains_all and not kept.computed.isdisjoint(parameters)
         memory = None
         if self.trains and mesh.kind.memory() is not None:
-            layers = decoder_layers(whole)
-            memory = CountedMemory.of(config, backend, whole, layers, mesh=mesh, trains_all=self.trains_all)
+            named = whole.named_parameters() if self.trains_all else ()
+            trained = {parameter for name, parameter in named if name not in self.frozen}
+            memory = CountedMemory.of(config, backend, whole, decoder_layers(whole), mesh=mesh, trained=trained)
         if mesh.experts is not None and backend.expert_dispatcher == "deep_ep":
             hidden = self.hf_config.get_text_config().hidden_size
             self.dispatch = DeepEP(mesh.experts.get_group("ep"), hidden, fused=self.fuses)
@@ -160,6 +166,9 @@ class ModelBuilder:
             num_chunks = backend.expert_chunks or default_chunks(max_tokens(config, sizes.cp) // sizes.tp)
             self.dispatch = AllToAll(mesh.exchanges, fused=self.fuses, num_chunks=num_chunks)
         self._prepare(whole, kept)
+        if self.trains:
+            names = [name.replace(".default", "") for name, each in whole.named_parameters() if each.requires_grad]
+            check_patterns("optimizer.lr_scales", config.optimizer.lr_scales, names)
         self.initial.check(adapters_of(whole))
         shape, formats = shape_of(whole), formats_of(whole)
         here = [chunk * sizes.pp + mesh.on("pp") for chunk in range(backend.pipeline_chunks_per_rank)]
@@ -203,8 +212,7 @@ class ModelBuilder:
             dispatch_experts(hf, self.dispatch, fused=self.fuses)
         if self.backend.compile:
             compile_layers(hf, decoder_layers(hf))
-        parts = VisionParts.of(hf, self.config.vision)
-        frozen = parts.frozen(hf)
+        parts, frozen = VisionParts.of(hf, self.config.vision), self.frozen
         if not self.trains_all:
             widen(hf, kept.stored)
         else:

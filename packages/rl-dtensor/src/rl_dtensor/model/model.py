@@ -20,6 +20,7 @@ from rl_core.torch.heads.logprobs import Head, logit_transform
 from rl_core.torch.heads.reads import reads_columns, scalar_reads, split_language_reads
 from rl_core.torch.heads.vocab_parallel import VocabShard
 from rl_core.torch.loss import Rows
+from rl_core.torch.optim.parameters import OptimizedParameter, describe_parameters
 from rl_core.torch.training.flops import ModelShape
 from rl_dtensor.model.attention import ROWS
 from rl_dtensor.model.kernels import Attend
@@ -236,6 +237,11 @@ class ShardedModel:
         trained = self.trained()
         return [[each for each in trained if (id(each) in replicated) == kind] for kind in (False, True)]
 
+    def described(self) -> dict[nn.Parameter, OptimizedParameter]:
+        """Return the descriptions of all parameters for the optimizer."""
+        names = {name: name.replace(".default", "") for chunk in self.chunks for name, _ in chunk.hf.named_parameters()}
+        return describe_parameters([chunk.hf for chunk in self.chunks], {**names, **self.weights.catalog.tied})
+
     def trained_parts(self) -> list[Tensor]:
         """Return this rank's part of each parameter that trains; gathered parameters are sharded again."""
         self.reshard_all()
@@ -248,7 +254,7 @@ class ShardedModel:
         found: dict[str, Tensor] = {}
         for chunk in self.chunks:
             for name, parameter in chunk.hf.named_parameters():
-                # Without adapters, all parameters train or none.
+                # Without adapters, frozen parameters are in the checkpoint too.
                 if parameter.requires_grad or not self._is_adapted:
                     found[tied.get(name, name)] = parameter
             kept = persistent(chunk.hf)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -22,6 +22,7 @@ from rl_core.data.ragged import Ragged
 from rl_core.metrics import Metric
 from rl_core.model_config import OptimizerConfig
 from rl_core.torch.optim.optimizer import build_optimizer, with_fused_step
+from rl_core.torch.optim.parameters import OptimizedParameter
 from rl_core.torch.rows import no_images
 from rl_core.torch.training.backend import Microbatch, Pass
 from rl_core.torch.training.memory import StepPlan
@@ -149,7 +150,8 @@ class DTensorOptimizer:
     def scale_grads(self, factor: float) -> None:
         """Multiply this rank's shards of the gradient."""
         grads = [local(parameter.grad) for parameter in self._model.trained() if parameter.grad is not None]
-        torch._foreach_mul_(grads, factor)
+        if grads:  # All parameters of a pipeline stage may be frozen.
+            torch._foreach_mul_(grads, factor)
 
     def step(self) -> None:
         """Step this rank's shards; other ranks get them when FSDP gathers them."""
@@ -161,7 +163,9 @@ class DTensorOptimizer:
 
 
 def build_sharded_optimizer(
-    config: OptimizerConfig, groups: Sequence[Sequence[nn.Parameter]], undecayed: Set[nn.Parameter] = frozenset()
+    config: OptimizerConfig,
+    groups: Sequence[Sequence[nn.Parameter]],
+    described: Mapping[nn.Parameter, OptimizedParameter] | None = None,
 ) -> Optimizer:
     """Build an optimizer as `build_optimizer` does, for parameters whose first group are DTensors. The step is fused if
     the optimizer has a fused step for them and the config does not choose.
@@ -169,13 +173,13 @@ def build_sharded_optimizer(
     Args:
         config: Name and arguments of the optimizer.
         groups: Parameters that the optimizer steps together.
-        undecayed: Parameters that are not decayed if `decay_norms_and_biases` is false.
+        described: Descriptions of the parameters; see `build_optimizer`.
 
     Raises:
         ValueError: Also if the optimizer's fused step has no implementation for them.
     """
     config = with_fused_step(config, groups[0])
-    optimizer = build_optimizer(config, *groups, undecayed=undecayed)
+    optimizer = build_optimizer(config, *groups, described=described)
     if optimizer.defaults.get("fused") and not isinstance(optimizer, torch.optim.Adam):  # AdamW is a subclass.
         raise ValueError(
             f"optimizer: the fused step of {config.name} does not run on sharded parameters; leave fused out of "
@@ -233,7 +237,7 @@ def sum_tied(model: ShardedModel, mesh: DTensorMesh) -> None:
         return
     for name in sorted(shared):
         parameter = model.state().get(name)
-        if parameter is None:  # It is frozen, or neither the first nor the last stage has it here.
+        if parameter is None or not parameter.requires_grad:  # Neither the first nor the last stage has it here.
             continue
         if model.stages_here[0] == 0 or model.stages_here[-1] == model.num_stages - 1:
             assert parameter.grad is not None

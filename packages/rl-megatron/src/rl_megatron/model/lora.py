@@ -22,7 +22,7 @@ from rl_megatron.conversion.splits import Chunks, Vocabulary, Whole
 from rl_megatron.conversion.weight_map import AdapterMap, HFTensor, WeightMap, global_name
 from rl_megatron.families.catalog import family_of
 from rl_megatron.model.attention import WholeProjection
-from rl_megatron.model.model import ReadingModel
+from rl_megatron.model.model import Chunk, ReadingModel
 
 LINEAR = (tensor_parallel.ColumnParallelLinear, tensor_parallel.RowParallelLinear, WholeProjection)
 
@@ -47,10 +47,15 @@ def add_adapters(model: ReadingModel, config: LoraConfig) -> None:
                     module.adapters = Adapters(entry, model.adapters, config.dropout, model.config)
                     module.register_forward_hook(_with_adapters)
         if chunk.pre_process:
-            # Recomputed layers pass no gradient to their adapters if none of their inputs requires one.
-            chunk.embedding.word_embeddings.register_forward_hook(
-                lambda _, inputs, output: output.requires_grad_() if torch.is_grad_enabled() else output
-            )
+            pass_gradients(chunk)
+
+
+def pass_gradients(chunk: Chunk) -> None:
+    """Let the output of a frozen embedding require a gradient. Recomputed layers pass no gradient to their parameters
+    if none of their inputs requires one, and neither does the first stage of a pipeline."""
+    chunk.embedding.word_embeddings.register_forward_hook(
+        lambda _, inputs, output: output.requires_grad_() if torch.is_grad_enabled() else output
+    )
 
 
 def targeted_adapters(maps: Sequence[WeightMap], kind: str, config: LoraConfig, size: int) -> dict[str, AdapterMap]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -11,6 +11,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from rl_core.torch.optim.parameters import OptimizedParameter
 from rl_megatron.config import DistributedDataParallelConfig as ReductionConfig
 from rl_megatron.model.model import ReadingModel
 
@@ -80,10 +81,10 @@ class MegatronOptimizer:
 
     Args:
         chunks: Chunks wrapped by `wrap_chunks`, so that gradients are reduced and scattered.
-        build: Function from parameters, and the norms and biases among them, to a torch optimizer.
+        build: Function from parameters and their descriptions to a torch optimizer.
         is_counted: Function that returns whether a parameter's elements on this rank count in the norm of all
             gradients.
-        norms_and_biases: Parameters of the model that the optimizer may leave without weight decay.
+        described: Descriptions of the parameters of the model.
 
     Attributes:
         groups: The ranks that share the state of each parameter.
@@ -92,9 +93,9 @@ class MegatronOptimizer:
     def __init__(
         self,
         chunks: list[DistributedDataParallel],
-        build: Callable[[list[nn.Parameter], Set[nn.Parameter]], Optimizer],
+        build: Callable[[list[nn.Parameter], Mapping[nn.Parameter, OptimizedParameter]], Optimizer],
         is_counted: Callable[[nn.Parameter], bool],
-        norms_and_biases: Set[nn.Parameter],
+        described: Mapping[nn.Parameter, OptimizedParameter],
     ) -> None:
         self._chunks = chunks
         self._buffers = [buffer for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
@@ -105,10 +106,8 @@ class MegatronOptimizer:
         self._runs: dict[nn.Parameter, list[tuple[ParameterShard, nn.Parameter]]] = {}
         for shard, main in zip(self.shards, self.parameters, strict=True):
             self._runs.setdefault(shard.parameter, []).append((shard, main))
-        undecayed = {
-            main for parameter, runs in self._runs.items() if parameter in norms_and_biases for _, main in runs
-        }
-        self.inner = build(self.parameters or [nn.Parameter(torch.zeros(0))], undecayed)
+        mains = {main: described[parameter] for parameter, runs in self._runs.items() for _, main in runs}
+        self.inner = build(self.parameters or [nn.Parameter(torch.zeros(0))], mains)
         self.groups: dict[nn.Parameter, dist.ProcessGroup] = {
             parameter: buffer.data_parallel_group for buffer in self._buffers for parameter in buffer.params
         }

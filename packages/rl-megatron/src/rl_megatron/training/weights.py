@@ -12,15 +12,17 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor, nn
 
+from rl_core.model_config import ModelConfig
 from rl_core.torch.files.model_files import OpenWeights, WeightFiles, head_advice
 from rl_core.torch.heads.reads import new_head
-from rl_core.torch.optim.optimizer import is_norm_or_bias
+from rl_core.torch.optim.parameters import OptimizedParameter, check_patterns, frozen_names, is_norm_or_bias
 from rl_core.torch.training.lora import InitialFactors
 from rl_core.torch.transport.exchange import HeldPart, Holdings
 from rl_core.weights import TensorSpec, buckets, num_bytes
 from rl_megatron.conversion.splits import Vocabulary, Whole, held_boxes
 from rl_megatron.conversion.weight_map import AdapterMap, HFTensor, WeightMap, held_weights
 from rl_megatron.families.catalog import family_of
+from rl_megatron.model.lora import pass_gradients
 from rl_megatron.model.model import EMBEDDING, LM_HEAD, ReadingModel
 from rl_megatron.model.precision import hold_in_float32, is_kept, kept_in_float32
 from rl_megatron.parallel.mesh import MegatronMesh
@@ -76,14 +78,41 @@ class MegatronWeights:
         }
 
     @property
-    def norms_and_biases(self) -> set[nn.Parameter]:
-        """Parameters that are made of norms and biases of the Hugging Face model."""
+    def described(self) -> dict[nn.Parameter, OptimizedParameter]:
+        """Descriptions of this rank's parameters for the optimizer."""
         return {
-            parameter
+            parameter: OptimizedParameter(names, all(map(is_norm_or_bias, names)))
             for entry in self.maps
             if isinstance(parameter := self.held.get(entry.target), nn.Parameter)
-            and all(is_norm_or_bias(source.name) for source in entry.sources)
+            for names in [tuple(source.name for source in entry.sources)]
         }
+
+    def choose_trained(self, config: ModelConfig) -> None:
+        """Freeze the parameters that `freeze` and `train_only` keep from training, and check the patterns of rates.
+
+        Raises:
+            ValueError: If a pattern matches no parameter, or only some of the tensors that one parameter is made of.
+        """
+        maps = self._own_maps
+        if config.freeze or config.train_only:
+            frozen = frozen_names(config, [source.name for entry in maps for source in entry.sources])
+            for entry in maps:
+                names = [source.name for source in entry.sources]
+                if len({name in frozen for name in names}) > 1:
+                    raise ValueError(
+                        f"freeze: {' and '.join(names)} are one parameter in Megatron, but not all of them train; "
+                        "write patterns that match all or none of them"
+                    )
+                if isinstance(parameter := self.held.get(entry.target), nn.Parameter) and names[0] in frozen:
+                    parameter.requires_grad_(False)
+            for chunk in self._model.chunks:
+                if chunk.pre_process and not chunk.embedding.word_embeddings.weight.requires_grad:
+                    pass_gradients(chunk)
+            maps = [entry for entry in maps if entry.sources[0].name not in frozen]
+        if self._model.adapters:
+            maps = self.maps[len(self._own_maps) :]
+        names = [source.name for entry in maps for source in entry.sources]
+        check_patterns("optimizer.lr_scales", config.optimizer.lr_scales, names)
 
     @property
     def tied(self) -> dict[str, str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -98,6 +98,24 @@ class Oracle:
         assert kept
         assert decayed
         groups = [{"params": decayed}, {"params": list(kept.values()), "weight_decay": 0.0}]
+        self.optimizer = _class_of(optimizer)(groups, **optimizer.kwargs)
+
+    def train_by_name(self, optimizer: OptimizerConfig, rate: Callable[[str], float]) -> None:
+        """Build the optimizer with a group for each parameter.
+
+        Args:
+            optimizer: Name and arguments of the optimizer.
+            rate: Function from the name of a parameter to the factor of its learning rate; at 0 it does not train.
+        """
+        rates = {name: rate(name) for name, _ in self.model.named_parameters()}
+        for name, parameter in self.model.named_parameters():
+            parameter.requires_grad_(rates[name] > 0)
+        lr = optimizer.kwargs["lr"]
+        groups = [
+            {"params": [parameter], "lr": lr * rates[name]}
+            for name, parameter in self.model.named_parameters()
+            if rates[name] > 0
+        ]
         self.optimizer = _class_of(optimizer)(groups, **optimizer.kwargs)
 
     def _reads(self, batch: Batch, reads: Sequence[Read], temperature: float) -> Mapping[str, Tensor]:

@@ -43,11 +43,13 @@ from rl_core.torch import (
     TrainingWorker,
     WeightFiles,
     build_optimizer,
+    check_patterns,
+    describe_parameters,
+    frozen_names,
     join_process_group,
     language_reads,
     new_head,
     no_images,
-    norms_and_biases,
     padded,
     read_hf_config,
     read_tensors,
@@ -82,7 +84,12 @@ def build_parts(config: ModelConfig, spec: ModelSpec, mesh: PlainMesh, folder: P
         head.copy_(new_head(spec.role, head.shape, std=hf_config.initializer_range, seed=spec.seed))
     optimizer, inner = None, None
     if spec.trains:
-        inner = build_optimizer(config.optimizer, hf.parameters(), undecayed=norms_and_biases([hf]))
+        frozen = frozen_names(config, [name for name, _ in hf.named_parameters()])
+        for name, parameter in hf.named_parameters():
+            parameter.requires_grad_(name not in frozen)
+        trained = {name: parameter for name, parameter in hf.named_parameters() if parameter.requires_grad}
+        check_patterns("optimizer.lr_scales", config.optimizer.lr_scales, list(trained))
+        inner = build_optimizer(config.optimizer, trained.values(), described=describe_parameters([hf]))
         optimizer = PlainOptimizer(inner, hf)
     model = PlainModel(hf, spec.role, getattr(torch, config.precision), config.logprob_chunk_size)
     return TrainingParts(
@@ -154,8 +161,8 @@ class PlainModel:
         """Do nothing: a backward pass changes only gradients."""
 
     def trained_parts(self) -> list[Tensor]:
-        """Return all parameters."""
-        return [parameter.detach() for parameter in self.hf.parameters()]
+        """Return all parameters that train."""
+        return [parameter.detach() for parameter in self.hf.parameters() if parameter.requires_grad]
 
     def close(self) -> None:
         """Do nothing."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib
-import re
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import product
 from typing import Any
 
 from torch import nn
@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, SequentialLR
 
 from rl_core.model_config import OptimizerConfig, SchedulerConfig
+from rl_core.torch.optim.parameters import OptimizedParameter, rate_of
 
 WAYS_TO_STEP = frozenset({"fused", "foreach", "differentiable"})
 """Arguments that choose how an optimizer steps. They follow from the config of the process at
@@ -20,9 +21,6 @@ hand, so a checkpoint does not hold them."""
 
 FUSED = ("torch.optim.Adam", "torch.optim.AdamW")
 """Optimizers with a fused step for whole parameters on GPUs, and for DTensors."""
-
-_NORMS_AND_BIASES = re.compile(r"bias|layernorm|rmsnorm|(?:^|[._])norm(?:$|\.)")
-"""Part of the name of each parameter that the Trainer of transformers does not decay."""
 
 
 def with_fused_step(config: OptimizerConfig, parameters: Sequence[nn.Parameter]) -> OptimizerConfig:
@@ -47,56 +45,55 @@ def counts_on_device(optimizer: Optimizer) -> bool:
     return bool(optimizer.defaults.get("fused") or optimizer.defaults.get("capturable"))
 
 
-def is_norm_or_bias(name: str, owner: nn.Module | None = None) -> bool:
-    """Return whether a parameter is not decayed if `decay_norms_and_biases` is false.
-
-    Args:
-        name: Name of the parameter in the whole model.
-        owner: Module that has the parameter, whose class may show that it is a norm if its name does not.
-    """
-    return bool(_NORMS_AND_BIASES.search(name.lower())) or "norm" in type(owner).__name__.lower()
-
-
-def norms_and_biases(modules: Iterable[nn.Module]) -> set[nn.Parameter]:
-    """Return the parameters of modules that are not decayed if `decay_norms_and_biases` is false."""
-    return {
-        parameter
-        for module in modules
-        for prefix, owner in module.named_modules()
-        for name, parameter in owner.named_parameters(recurse=False)
-        if is_norm_or_bias(f"{prefix}.{name}", owner)
-    }
-
-
 def build_optimizer(
-    config: OptimizerConfig, *groups: Iterable[nn.Parameter], undecayed: Set[nn.Parameter] = frozenset()
+    config: OptimizerConfig,
+    *groups: Iterable[nn.Parameter],
+    described: Mapping[nn.Parameter, OptimizedParameter] | None = None,
 ) -> Optimizer:
     """Build an optimizer over groups of parameters.
+
+    Each group becomes one for every combination of settings that the config may give a parameter, and any of these may
+    be empty, so that ranks with different parameters have the same groups.
 
     Args:
         config: Name and arguments of the optimizer.
         groups: Parameters that the optimizer steps together.
-        undecayed: Parameters of any group that are not decayed if `decay_norms_and_biases` is false. Each group then
-            becomes two, and either may be empty, so that ranks with different parameters have the same groups.
+        described: Descriptions of the parameters of all groups; only needed for `decay_norms_and_biases` and
+            `lr_scales`.
 
     Raises:
         ValueError: If the name is not an optimizer class, or the class does not take these arguments.
     """
     optimizer_class = _class_of(config.name, Optimizer, "optimizer.name")
+    known = described or {}
+    decays = [True] if config.decay_norms_and_biases else [True, False]
+    scales = list(dict.fromkeys([1.0, *config.lr_scales.values()]))
     parts: list[dict[str, Any]] = []
-    for group in map(list, groups):
-        if config.decay_norms_and_biases:
-            parts.append({"params": group})
-            continue
-        parts.append({"params": [each for each in group if each not in undecayed]})
-        parts.append({"params": [each for each in group if each in undecayed], "weight_decay": 0.0})
+    for group in groups:
+        chosen: dict[tuple[bool, float], list[nn.Parameter]] = {key: [] for key in product(decays, scales)}
+        for parameter in group:
+            found = known.get(parameter, _UNNAMED)
+            decays_it = config.decay_norms_and_biases or not found.is_norm_or_bias
+            chosen[decays_it, rate_of(config, found)].append(parameter)
+        parts += [
+            {"params": held, **({} if decays_it else {"weight_decay": 0.0})} for (decays_it, _), held in chosen.items()
+        ]
     optimizer: Optimizer = _built(optimizer_class, config.name, "optimizer", config.kwargs, parts)
-    if not config.decay_norms_and_biases and "weight_decay" not in optimizer.defaults:
-        raise ValueError(
-            f"optimizer.decay_norms_and_biases=false has no effect with {config.name}, which has no argument "
-            "weight_decay; remove this key"
-        )
+    for key, is_set, needed in (
+        ("decay_norms_and_biases=false", not config.decay_norms_and_biases, "weight_decay"),
+        ("lr_scales", bool(config.lr_scales), "lr"),
+    ):
+        if is_set and needed not in optimizer.defaults:
+            raise ValueError(
+                f"optimizer.{key} has no effect with {config.name}, which has no argument {needed}; remove this key"
+            )
+    for number, part in enumerate(optimizer.param_groups):
+        if (scale := scales[number % len(scales)]) != 1:
+            part["lr"] *= scale
     return optimizer
+
+
+_UNNAMED = OptimizedParameter(("",), is_norm_or_bias=False)
 
 
 def build_schedule(configs: Sequence[SchedulerConfig], optimizer: Optimizer) -> LRScheduler | None:

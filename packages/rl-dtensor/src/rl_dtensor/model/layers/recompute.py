@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -147,7 +147,7 @@ class CountedMemory:
         layers: Sequence[nn.Module],
         *,
         mesh: DTensorMesh,
-        trains_all: bool,
+        trained: Set[nn.Parameter],
     ) -> CountedMemory:
         """Count the memory of a rank, the same on every rank.
 
@@ -157,11 +157,11 @@ class CountedMemory:
             hf: Whole model on `meta`, in the dtype that it computes in.
             layers: Its repeated layers.
             mesh: Mesh of the run.
-            trains_all: True if all weights train, rather than adapters.
+            trained: Parameters of the model that train; none with adapters.
         """
         sizes = mesh.sizes
         here = -(-len(layers) // sizes.pp)
-        parameters = RankParameters.of(hf, layers, here, sizes)
+        parameters = RankParameters.of(hf, layers, here, sizes, trained)
         activations = None
         try:
             counted = activations_of(hf, layers, tensor_ranks=sizes.tp, splits_tokens=backend.sequence_parallel)
@@ -173,9 +173,9 @@ class CountedMemory:
         return cls(
             backend,
             here,
-            parameters.bytes_besides(config, backend, trains_all=trains_all),
+            parameters.bytes_besides(config, backend),
             parameters.whole * parameters.itemsize,
-            parameters.whole * WIDE if trains_all else 0,
+            parameters.trained_whole * WIDE,
             activations,
         )
 
@@ -238,6 +238,8 @@ class RankParameters:
     Args:
         whole: In its layers and at the ends of the model, not sharded by FSDP.
         sharded: In its shards of these.
+        trained_whole: Those of `whole` that train.
+        trained: Those of `sharded` that train.
         layer: In its largest layer, or in the layers of a unit if several share one, not sharded.
         ends: In embedding, head and the rest outside of layers, not sharded.
         itemsize: Bytes of each in the dtype that the model computes in.
@@ -246,13 +248,17 @@ class RankParameters:
 
     whole: int
     sharded: int
+    trained_whole: int
+    trained: int
     layer: int
     ends: int
     itemsize: int
     vocab: int
 
     @classmethod
-    def of(cls, hf: PreTrainedModel, layers: Sequence[nn.Module], here: int, sizes: AxisSizes) -> RankParameters:
+    def of(
+        cls, hf: PreTrainedModel, layers: Sequence[nn.Module], here: int, sizes: AxisSizes, train: Set[nn.Parameter]
+    ) -> RankParameters:
         """Count a whole model.
 
         Args:
@@ -260,34 +266,44 @@ class RankParameters:
             layers: Its repeated layers.
             here: Number of layers of a rank.
             sizes: Ranks along each axis.
+            train: Parameters that train.
         """
         in_experts = {id(each) for module in expert_modules(hf) for each in module.parameters()}
         in_layers = {id(each) for layer in layers for each in layer.parameters()}
-        by_layer = []
-        for layer in layers:
-            held = list(layer.parameters())
-            experts = sum(each.numel() for each in held if id(each) in in_experts)
-            dense = sum(each.numel() for each in held) - experts
-            by_layer.append((experts // (sizes.ep * sizes.tp), dense // sizes.tp))
-        outside = [each.numel() // sizes.tp for each in hf.parameters() if id(each) not in in_layers]
-        # The first stage has the embedding, the last one the head.
-        ends = sum(outside) if sizes.pp == 1 else max(outside, default=0)
-        experts = sum(each for each, _ in by_layer[-here:])
-        dense = sum(each for _, each in by_layer[-here:]) + ends
-        sharded = dense // sizes.fsdp + experts // (sizes.fsdp // sizes.ep)
+
+        def counted(is_counted: Callable[[nn.Parameter], bool]) -> tuple[int, int, int, int]:
+            """Return the numbers of a rank's parameters, of those in its shards, in its largest layer and at the
+            ends."""
+            by_layer = []
+            for layer in layers:
+                held = [each for each in layer.parameters() if is_counted(each)]
+                experts = sum(each.numel() for each in held if id(each) in in_experts)
+                dense = sum(each.numel() for each in held) - experts
+                by_layer.append((experts // (sizes.ep * sizes.tp), dense // sizes.tp))
+            outside = [
+                each.numel() // sizes.tp for each in hf.parameters() if id(each) not in in_layers and is_counted(each)
+            ]
+            # The first stage has the embedding, the last one the head.
+            ends = sum(outside) if sizes.pp == 1 else max(outside, default=0)
+            experts = sum(each for each, _ in by_layer[-here:])
+            dense = sum(each for _, each in by_layer[-here:]) + ends
+            sharded = dense // sizes.fsdp + experts // (sizes.fsdp // sizes.ep)
+            return dense + experts, sharded, max(sum(each) for each in by_layer), ends
+
+        whole, sharded, layer, ends = counted(lambda _: True)
+        trained_whole, trained, _, _ = counted(train.__contains__)
         itemsize = next(hf.parameters()).element_size()
         vocab = hf.config.get_text_config().vocab_size // sizes.tp
-        layer = max(sum(each) for each in by_layer)
         if not in_experts:
             layer *= layers_of_unit(here, layer * itemsize)
-        return cls(dense + experts, sharded, layer, ends, itemsize, vocab)
+        return cls(whole, sharded, trained_whole, trained, layer, ends, itemsize, vocab)
 
-    def bytes_besides(self, config: ModelConfig, backend: DTensorConfig, *, trains_all: bool) -> dict[str, int]:
+    def bytes_besides(self, config: ModelConfig, backend: DTensorConfig) -> dict[str, int]:
         """Return the bytes of a rank's device next to activations, by name."""
-        shards = {"weights": self.sharded * (WIDE if trains_all else self.itemsize)}
-        if trains_all:
-            shards |= {"gradients": self.sharded * WIDE, "optimizer state": self.sharded * MOMENTS * WIDE}
-        grads = self.itemsize + WIDE if trains_all else 0
+        shards = {"weights": self.trained * WIDE + (self.sharded - self.trained) * self.itemsize}
+        if self.trained:
+            shards |= {"gradients": self.trained * WIDE, "optimizer state": self.trained * MOMENTS * WIDE}
+        grads = self.itemsize + WIDE if self.trained else 0
         layers = self.layer * ((1 + LAYERS_AHEAD) * self.itemsize + 2 * grads)
         return {
             **({} if backend.cpu_offload else shards),

@@ -109,6 +109,9 @@ def _translate_megatron_optimizer(config: Translation, model: str, updates: int)
         arguments["momentum"] = values.get("sgd_momentum", 0.0)
     config.put(f"{model}.optimizer.name", kind)
     config.put(f"{model}.optimizer.kwargs", arguments)
+    if arguments["weight_decay"]:
+        # Megatron decays neither biases nor other parameters of one dim.
+        config.put(f"{model}.optimizer.decay_norms_and_biases", False)
     config.put(f"{model}.max_grad_norm", values.get("clip_grad", config.get(f"{model}.max_grad_norm")) or None)
     config.follows([f"{section}.clip_grad", f"{model}.max_grad_norm"], f"{model}.max_grad_norm")
     if values.get("params_dtype", "float32") not in ("float32", "torch.float32"):
