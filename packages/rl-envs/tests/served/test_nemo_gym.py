@@ -96,6 +96,15 @@ def test_components_are_named_rewards_and_thoughts_are_not_graded():
     assert bodies[0]["response"]["output"][0]["content"][0]["text"].strip() == "4"
 
 
+def test_a_flood_of_components_is_cut():
+    routes, _ = graded(0.5, reward_components={f"{'x' * 98}{number:04}": 1 for number in range(2000)})
+    with served(routes) as url:
+        [end] = NeMoGymEnvironment(NeMoGymConfig(url=url)).step([turn("4")], [None])
+    assert end.reward["reward"] == 0.5
+    assert len(end.reward) <= 101
+    assert max(map(len, end.reward)) == 100
+
+
 @pytest.mark.parametrize(
     ("fields", "fault", "reason"),
     [

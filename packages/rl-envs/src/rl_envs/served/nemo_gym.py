@@ -11,6 +11,7 @@ import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 from urllib.parse import quote
 
@@ -24,6 +25,8 @@ from rl_envs.served.openenv import CHECK_S, STARTS_AT_ONCE, require_aiohttp
 from rl_envs.served.plugin import NeMoGymConfig, NeMoGymTasksSettings
 from rl_envs.served.tasks import TASK, call_id, items_of, messages_of, response_of, tasks_in, tools_in
 
+MAX_COMPONENTS = 100
+"""Maximum number of components of a reward that are reported, and of characters of their names."""
 RETRIED = (429, 502, 503, 504)
 """Status codes of a server that is busy or begins."""
 
@@ -111,10 +114,9 @@ class NeMoGymEnvironment(ServedEnvironment[NeMoGymConfig, NeMoGymPlay]):
         if "reward" not in graded:
             raise WrongAnswer(f"{self.server} graded a rollout without a reward: {repr(graded)[:MAX_REASON]}")
         components = graded.get("reward_components")
-        named = components if isinstance(components, dict) else {}
-        return StepResult(
-            {**{name: read_reward(each) for name, each in named.items()}, "reward": read_reward(graded["reward"])}
-        )
+        named = islice(components.items(), MAX_COMPONENTS) if isinstance(components, dict) else ()
+        rewards = {name[:MAX_COMPONENTS]: read_reward(each) for name, each in named}
+        return StepResult({**rewards, "reward": read_reward(graded["reward"])})
 
     def read(self, saved: bytes) -> NeMoGymPlay:
         """Return a conversation with its session."""
