@@ -74,6 +74,13 @@ def test_logprobs_that_were_not_recorded_are_not_known(run):
     assert len(found.rows.tokens) == 3
 
 
+def test_a_step_whose_tokens_are_damaged_is_left_out(run, caplog):
+    damaged = path(run.path, 2)
+    damaged.write_bytes(damaged.read_bytes()[:-20])
+    assert sampled_step(run, "the first weights").step == 1
+    assert "the tokens of step 2 cannot be read, so an earlier step is examined" in caplog.text
+
+
 def test_a_report_shows_the_gap_the_causes_and_the_remedy():
     report = MismatchReport("runs/a", 3, 3, 8, GAP, True, (FINDING,), 100)
     text = "\n".join(described(report))

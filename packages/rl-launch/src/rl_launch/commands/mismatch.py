@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 
@@ -258,9 +259,13 @@ def sampled_step(run: RunFolder, base: str) -> SampledStep | None:
     weights.setdefault(1, base)
     folder = run.path / "rollouts"
     for step in reversed(steps_in(folder, "tokens")):
-        with open_step(folder, step, "tokens") as file:
-            # A row group has many more tokens than are examined.
-            table = pq.ParquetFile(file).read_row_group(0).to_pydict()
+        try:
+            with open_step(folder, step, "tokens") as file:
+                # A row group has many more tokens than are examined.
+                table = pq.ParquetFile(file).read_row_group(0).to_pydict()
+        except (OSError, ValueError, BadZipFile) as error:
+            _log.warning("the tokens of step %d cannot be read, so an earlier step is examined: %s", step, error)
+            continue
         prompts: dict[int, Sequence[Mapping[str, Any]]] = {}
         if step in steps_in(folder):
             prompts = {number: record.get("prompt") or () for number, record in enumerate(run.rollouts(step))}
