@@ -1,4 +1,6 @@
 import json
+import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -6,9 +8,12 @@ import pytest
 from rl_algos.tiny_model import make_tiny_model
 from rl_core.config import to_yaml
 from rl_core.errors import ConfigError, RunDirectoryError
+from rl_launch.commands import evaluate as evaluation
 from rl_launch.evaluation.source import evaluation_of, is_model
 from rl_launch.run_config.reading import read_plan
 from rl_launch.session.checkpoints.manifest import CheckpointManifest
+from rl_launch.session.directory.lock import DirectoryLock
+from rl_launch.session.directory.run_state import RunState
 
 
 @pytest.fixture(scope="module")
@@ -113,3 +118,50 @@ def test_a_model_is_told_from_a_recipe_by_its_name(source, expected):
 def test_a_missing_source_is_named(source):
     with pytest.raises(ConfigError, match="needs a model, a run, a recipe or a YAML file"):
         evaluation_of(source)
+
+
+def test_checkpoints_are_evaluated_as_they_are_saved_until_the_run_ends(run, tmp_path, monkeypatch, caplog):
+    def save(step):
+        checkpoint = run / "checkpoints" / f"step_{step}"
+        shutil.copytree(run / "checkpoints" / "step_2", checkpoint)
+        CheckpointManifest(step, {}, {}).write(checkpoint)
+
+    def sleep(_):
+        waits.append(len(waits))
+        if len(waits) == 1:
+            save(6)
+            shutil.rmtree(run / "checkpoints" / "step_4")  # after it was evaluated
+        elif len(waits) == 3:
+            save(8)
+            RunState("finished", step=8).write(run)
+
+    waits, scored = [], []
+
+    def evaluate(plan, *, folder, trained):
+        scored.append((Path(plan.config.policy.model_name).parent.name, folder, plan.config.eval.tasks, trained))
+        if len(scored) == 3:
+            shutil.rmtree(run / "checkpoints" / "step_6")
+            raise OSError("the weights are gone")
+        return len(scored)
+
+    lock = DirectoryLock(run)
+    lock.acquire()
+    RunState("running", step=4).write(run)
+    monkeypatch.setattr(time, "sleep", sleep)
+    monkeypatch.setattr(evaluation, "evaluate", evaluate)
+    assert list(evaluation.follow(str(run), [], ["arithmetic"])) == [1, 2, 4]
+    lock.release()
+    folder = tmp_path / "eval-mine"
+    steps = ["step_2", "step_4", "step_6", "step_8"]
+    assert scored == [(step, folder / step, ["arithmetic"], None) for step in steps]
+    assert "step 6: the run has removed the checkpoint" in caplog.text
+    assert len(waits) == 3
+
+
+def test_a_failure_that_is_not_of_a_removed_checkpoint_ends_the_evaluations(run, monkeypatch):
+    def evaluate(plan, *, folder, trained):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(evaluation, "evaluate", evaluate)
+    with pytest.raises(OSError, match="no space"):
+        list(evaluation.follow(str(run), [f"run_dir={run.parent / 'results'}"]))

@@ -4,7 +4,7 @@ checkpoints."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -47,13 +47,18 @@ def evaluate(
     contamination: Annotated[
         bool, option("--contamination", "Find the prompts that the training rows of the run contain.")
     ] = False,
+    follows: Annotated[
+        bool, option("--follow", "Evaluate every checkpoint of a run as it is saved, until the run ends.")
+    ] = False,
     as_json: AsJson = False,
     verbose: Verbose = False,
 ) -> None:
     """Score a model on tasks, or on a run's validation data, without training it.
 
     The results are written to run_dir (default: a new folder below runs): eval.json, rollouts.jsonl and logs. To resume
-    an interrupted evaluation, use rl eval DIR. For all keys of eval, use rl config explain RECIPE eval.
+    an interrupted evaluation, use rl eval DIR. With --follow, they are in eval-RUN next to the run, or in run_dir, with
+    a folder for each checkpoint, and the same command continues there. For all keys of eval, use rl config explain
+    RECIPE eval.
 
     Rows of a file are scored by the environment in the row, the environment of the run, or eval.default.env_name:
     rl eval MODEL --tasks problems.jsonl eval.default.env_name=math eval.num_samples=4 eval.temperature=0.8
@@ -68,12 +73,16 @@ def evaluate(
         from rl_launch.session import show_logs
 
         earlier = None if against is None else EvaluationResult.read(against)
-        given = evaluation_of(recipe, overrides or (), [name.strip() for name in tasks.split(",") if name.strip()])
+        chosen = [name.strip() for name in tasks.split(",") if name.strip()]
+        show_logs(verbose=verbose)
+        if follows:
+            _follow(recipe, overrides or (), chosen, contamination=contamination, alone=not as_json and earlier is None)
+            return
+        given = evaluation_of(recipe, overrides or (), chosen)
         failure.run_dir = given.folder
 
         from rl_launch.commands.evaluate import evaluate as run
 
-        show_logs(verbose=verbose)
         result = run(given.plan, folder=given.folder, trained=given.training() if contamination else None)
         compared = None if earlier is None else compare_results(earlier, result)
         if as_json:
@@ -90,6 +99,19 @@ def evaluate(
         show_result(result, Console())
         if earlier is not None and compared is not None:
             show_comparison(earlier, result, compared, Console())
+
+
+def _follow(run: str, overrides: Sequence[str], tasks: Sequence[str], *, contamination: bool, alone: bool) -> None:
+    from rich.console import Console
+
+    from rl_core.errors import ConfigError
+    from rl_launch.commands.evaluate import follow
+    from rl_launch.evaluation.result import show_result
+
+    if not alone:
+        raise ConfigError("--follow has a result for every checkpoint. Remove --json or --against, and use rl compare")
+    for result in follow(run, overrides, tasks, contamination=contamination):
+        show_result(result, Console())
 
 
 def compare(first: Result, second: Result, as_json: AsJson = False) -> None:

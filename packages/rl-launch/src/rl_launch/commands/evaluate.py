@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,12 +30,14 @@ from rl_launch.commands.train import with_local_models
 from rl_launch.evaluation.folder import Done, EvaluationFolder, identity_of, prompt_digest
 from rl_launch.evaluation.progress import EvaluationProgress
 from rl_launch.evaluation.result import EvaluationResult, ScoredPrompt
+from rl_launch.evaluation.source import RUN_DIR, evaluation_of, new_checkpoints
 from rl_launch.model_files.model_facts import check_tokenizer
 from rl_launch.run_config.checks import check_placement
 from rl_launch.run_config.inputs import check_inputs
 from rl_launch.run_config.plan import RunPlan
 from rl_launch.runtime.role_envs import try_here, try_in
 from rl_launch.session.directory.row_files import name_images
+from rl_launch.session.directory.run_folder import RunFolder
 
 _log = logging.getLogger(__name__)
 
@@ -103,6 +105,34 @@ def evaluate(plan: RunPlan, *, folder: str | Path, trained: RunPlan | None = Non
         return result
     finally:
         place.close()
+
+
+def follow(
+    run: str, overrides: Sequence[str] = (), tasks: Sequence[str] = (), *, contamination: bool = False
+) -> Iterator[EvaluationResult]:
+    """Evaluate the checkpoints of a run as they are saved, until the run ends.
+
+    Args:
+        run: Folder of the run.
+        overrides: Keys to set; the results of each checkpoint are in a folder of `run_dir`.
+        tasks: Names of tasks; the tasks of the run if empty.
+        contamination: True to find the prompts that the training rows of the run contain.
+
+    Yields:
+        The result of each checkpoint. One that the run has removed meanwhile is left out.
+    """
+    path = RunFolder(run).path.resolve()
+    folders = [each.removeprefix(RUN_DIR) for each in overrides if each.startswith(RUN_DIR)]
+    folder = Path(folders[-1]).expanduser() if folders else path.parent / f"eval-{path.name}"
+    for step in new_checkpoints(path):
+        place = folder / f"step_{step}"
+        try:
+            given = evaluation_of(f"{path}:{step}", [*overrides, f"{RUN_DIR}{place}"], tasks)
+            yield evaluate(given.plan, folder=place, trained=given.training() if contamination else None)
+        except Exception:
+            if (path / "checkpoints" / f"step_{step}").is_dir():
+                raise
+            _log.warning("step %d: the run has removed the checkpoint; see checkpointing.keep_top_k", step)
 
 
 def roll_out(

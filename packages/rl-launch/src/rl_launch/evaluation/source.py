@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,14 +21,16 @@ from rl_launch.model_files.model_facts import longest_of
 from rl_launch.root_config import RunConfig
 from rl_launch.run_config.plan import RunPlan
 from rl_launch.run_config.reading import read_plan, read_raw
-from rl_launch.session.checkpoints.checkpoints import exported_model
+from rl_launch.session.checkpoints.checkpoints import EXPORT, exported_model, saved_checkpoints
 from rl_launch.session.directory.checkpoint_name import CheckpointName
 from rl_launch.session.directory.run_folder import RunFolder
 
 ALGORITHM = "evaluation"
 """Algorithm of the evaluation of a model without a run."""
 
-_RUN_DIR = "run_dir="
+RUN_DIR = "run_dir="
+"""Start of the override that chooses the folder of results."""
+
 _MODEL = "policy.model_name="
 _NO_CALLBACKS = "callbacks=[]"
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -108,6 +111,32 @@ def evaluation_of(
     return GivenEvaluation(plan, _folder(plan.config, overrides, name), run)
 
 
+def new_checkpoints(path: Path, *, poll_s: float = 5.0) -> Iterator[int]:
+    """Yield the steps of a run's checkpoints with Hugging Face files, as they are saved, until the run ends.
+
+    Args:
+        path: Folder of the run.
+        poll_s: Seconds between looks at the folder.
+
+    Raises:
+        RunDirectoryError: If there is no such run.
+    """
+    run = RunFolder(path)
+    last = 0
+    while True:
+        # The state is read first, so that the last checkpoint of a run that ends meanwhile is found.
+        is_running = run.state().status == "running"
+        steps = [step for step, path in saved_checkpoints(run.path / "checkpoints") if (path / EXPORT).is_dir()]
+        newer = [step for step in sorted(steps) if step > last]
+        if newer:
+            last = newer[0]
+            yield last
+        elif not is_running:
+            return
+        else:
+            time.sleep(poll_s)
+
+
 def is_model(source: str) -> bool:
     """Return whether a string is a model: a folder with Hugging Face files, a hub name, or a built-in tiny model."""
     path = Path(source).expanduser()
@@ -140,7 +169,7 @@ def _of_run(named: CheckpointName, overrides: Sequence[str]) -> tuple[Path, RunP
 
 def _folder(config: RunConfig, overrides: Sequence[str], name: str) -> Path:
     """Return the folder of the results: the folder of its run, unless the config is one of an evaluation."""
-    is_given = config.algorithm == ALGORITHM or any(override.startswith(_RUN_DIR) for override in overrides)
+    is_given = config.algorithm == ALGORITHM or any(override.startswith(RUN_DIR) for override in overrides)
     if is_given and config.run_dir:
         return Path(config.run_dir).expanduser()
     return Path(f"runs/eval-{name}-{datetime.now():%Y%m%d-%H%M%S}")
