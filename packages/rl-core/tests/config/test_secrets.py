@@ -22,6 +22,7 @@ class Server(Config):
     choice: int | bool = 1
     names: list[str] = []
     env_vars: EnvVars = {}
+    headers: dict[str, str] = {}
 
     @field_validator("url")
     @classmethod
@@ -85,6 +86,12 @@ CREDENTIALS = {
     "password": ({"server": {"env_vars": {"DB_PASSWORD": SECRET}}}, "server.env_vars.DB_PASSWORD"),
     "small letters": ({"server": {"env_vars": {"db_password": SECRET}}}, "server.env_vars.db_password"),
     "another key": ({"server": {"api_key": SECRET}}, "server.api_key"),
+    "header": ({"server": {"headers": {"Authorization": f"Bearer {SECRET}"}}}, "server.headers.Authorization"),
+    "header of a service": ({"server": {"headers": {"X-Api-Key": SECRET}}}, "server.headers.X-Api-Key"),
+    "address": ({"server": {"url": f"https://me:{SECRET}@host/v1"}}, "server.url"),
+    "address of a proxy": ({"server": {"env_vars": {"HTTPS_PROXY": f"http://me:{SECRET}@host"}}}, "server.env_vars.HTTPS_PROXY"),
+    "user of an address": ({"server": {"url": "https://me@host"}}, None),
+    "another header": ({"server": {"headers": {"X-Team": "a"}}}, None),
     "from the environment": ({"server": {"env_vars": {"HF_TOKEN": "${oc.env:S}"}}}, None),
     "part of a value": ({"server": {"env_vars": {"AUTH_TOKEN": "Bearer ${oc.env:S}"}}}, None),
     "by way of a key": ({"server": {"url": "http://${oc.env:S}", "env_vars": {"MY_KEY": "${server.url}"}}}, None),
@@ -106,6 +113,6 @@ def test_a_credential_is_taken_from_the_environment_and_not_written_in_the_confi
     (problem,) = refused.value.problems
     name = key.rpartition(".")[2]
     assert problem.key == key
-    assert f"{name}: ${{oc.env:{name.upper()}}} " in problem.remedy
+    assert f"{name}: ${{oc.env:{name.upper().replace('-', '_')}}} " in problem.remedy
     assert SECRET not in str(refused.value)
     assert SECRET not in repr(problem)

@@ -272,9 +272,12 @@ def _keys(path: KeyPath, text: str) -> list[KeyPath]:
     return keys
 
 
-_ENV_VARS = "env_vars"
-_SECRET_VARIABLE = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD)$", re.IGNORECASE)
+_VARIABLES = frozenset({"env_vars", "variables", "headers"})
+"""Keys with variables of a process or with headers of requests by name."""
+_SECRET_VARIABLE = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|AUTHORIZATION|COOKIE)$", re.IGNORECASE)
 _SECRET_KEY = re.compile(r"(^|_)(api_?key|secret|password|(access|auth)_(key|token))$", re.IGNORECASE)
+_SECRET_ADDRESS = re.compile(r"https?://[^/?#\s]*:[^/?#\s@]+@", re.IGNORECASE)
+"""Address with a password."""
 _MIN_HIDDEN = 4
 """Minimum number of characters of a value that is hidden from the messages of other keys."""
 
@@ -288,13 +291,16 @@ def literal_credentials(written: Any, references: Mapping[KeyPath, str]) -> Iter
         references: Interpolations of environment variables by key path.
     """
     for path, value in leaves(written).items():
-        is_variable = len(path) > 1 and path[-2] == _ENV_VARS
+        is_variable = len(path) > 1 and path[-2] in _VARIABLES
         pattern = _SECRET_VARIABLE if is_variable else _SECRET_KEY
         name = str(path[-1])
-        if isinstance(value, Unset) or value in (None, "") or path in references or not pattern.search(name):
+        if isinstance(value, Unset) or value in (None, "") or path in references:
+            continue
+        if not pattern.search(name) and not (isinstance(value, str) and _SECRET_ADDRESS.match(value)):
             continue
         reason = "must not contain a credential, because the config is stored with the run"
-        remedy = f"Write {name}: ${{oc.env:{name.upper()}}} and set {name.upper()} where you start the run"
+        variable = name.upper().replace("-", "_")
+        remedy = f"Write {name}: ${{oc.env:{variable}}} and set {variable} where you start the run"
         yield path, Problem(format_path(path), reason, remedy=remedy)
 
 
