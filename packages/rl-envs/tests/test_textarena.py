@@ -116,17 +116,25 @@ class Raising(textarena.Env):
         self.state.reset(game_state={}, player_prompt_function=lambda **_: "Go.")
 
     def step(self, action):
+        if self._when == "end":
+            return True, {}
         raise UnboundLocalError("player_guess")
+
+    def close(self):
+        return {1: 1.0}, {}
 
 
 def test_a_game_that_raises_fails_its_own_rollout():
     textarena.envs.registration.register("Raising-v0", Raising)
-    info = row("Raising-v0", config={"when": "later"})["info"]
+    infos = [row("Raising-v0", config={"when": when})["info"] for when in ("later", "end")]
     other = row(**GUESS)["info"]
-    failed, unharmed = TextArenaEnvironment(TextArenaConfig()).step(
-        [turn(info, "go", id="a"), turn(other, "none", id="b")], [None, None]
+    *failed, unharmed = TextArenaEnvironment(TextArenaConfig()).step(
+        [*(turn(info, "go", id=f"a{at}") for at, info in enumerate(infos)), turn(other, "none", id="b")], [None] * 3
     )
-    assert failed == EnvironmentFailure("Raising-v0 raised UnboundLocalError: player_guess", "raised")
+    assert failed == [
+        EnvironmentFailure("Raising-v0 raised UnboundLocalError: player_guess", "raised"),
+        EnvironmentFailure("Raising-v0 gave no reward to player 0, who ended it", "raised"),
+    ]
     assert not unharmed.done
     with pytest.raises(ConfigError, match="Raising-v0 raised LookupError: no words"):
         row("Raising-v0", config={"when": "start"})

@@ -58,6 +58,8 @@ class TextArenaEnvironment:
             rewards = match.move(conversation.final_text)
             if rewards is None:
                 player, said = match.observation()
+            elif mover not in rewards:
+                raise ValueError(f"{match.start['id']} gave no reward to player {mover}, who ended it")
         except ValueError as error:
             return EnvironmentFailure(str(error), "raised")
         if rewards is None:
