@@ -177,6 +177,17 @@ def test_what_one_rank_holds_leaves_it_once_and_reaches_all_nodes_over_all_links
     assert sent.max() <= size / per_node
 
 
+def test_empty_parts_and_tensors_that_nobody_keeps_send_nothing() -> None:
+    tensors = [PlannedTensor((4, 3), ITEM_BYTES, 0), PlannedTensor((4, 3), ITEM_BYTES, 0), PlannedTensor((0, 3), 2, 0)]
+    everything, nothing = (((0, 4), (0, 3)),), (((2, 2), (0, 3)),)
+    held = [Share.of([everything, everything, (((0, 0), (0, 3)),)]), Share.of([nothing, nothing, ()])]
+    kept = [Share.of([nothing, (), ()]), Share.of([everything, nothing, (((0, 0), (0, 3)),)])]
+    assert assign_buckets(tensors, kept, 64) == [0, 0, 0]
+    plan = plan_exchange(tensors, held, kept, [0, 1], wave_bytes=64)
+    assert carried_out(plan, held, kept, [0, 1], 64) == 24
+    assert [len(plan.kinds[kind].way) for kind in plan.kind_of] == [1, 0, 0]
+
+
 def test_parts_that_overlap_or_leave_gaps_are_refused() -> None:
     tensors = [PlannedTensor((4,), ITEM_BYTES, 0)]
     kept = [Share.of([[((0, 4),)]])] * 2

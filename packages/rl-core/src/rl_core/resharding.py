@@ -288,7 +288,6 @@ class _Planner:
         dims = len(tensor.shape)
         self._item_bytes, self._turn, self._found, self._num_groups = tensor.item_bytes, turn, [], 0
         holders, wanted = _by_box(self._held, held, index), _by_box(self._kept, kept, index)
-        wanted = {box: ranks for box, ranks in wanted.items() if all(start < stop for start, stop in box)}
         sources = _corners(holders, dims)
         if wanted and _overlap(*sources):
             raise UnplannableError("ranks hold parts of it that overlap without being equal", index)
@@ -498,7 +497,8 @@ class _Arrival:
 
 
 def _by_box(shares: Sequence[Share], numbers: np.ndarray, index: int) -> dict[Box, np.ndarray]:
-    """Return each part of a tensor with int64 `[ranks, 2]`: ranks that have it, and its place among their parts.
+    """Return each part of a tensor with int64 `[ranks, 2]`: ranks that have it, and its place among their parts. Parts
+    without values are left out.
 
     Args:
         shares: Parts of every rank.
@@ -512,7 +512,9 @@ def _by_box(shares: Sequence[Share], numbers: np.ndarray, index: int) -> dict[Bo
         for place, box in enumerate(shares[rank].boxes(index)):
             ranks = np.flatnonzero(numbers == number) if ranks is None else ranks
             found.setdefault(box, []).append(np.stack([ranks, np.full(len(ranks), place)], axis=1))
-    joined = {box: np.concatenate(several) for box, several in found.items()}
+    joined = {
+        box: np.concatenate(several) for box, several in found.items() if all(start < stop for start, stop in box)
+    }
     return {box: ranks[np.argsort(ranks[:, 0], kind="stable")] for box, ranks in joined.items()}
 
 
