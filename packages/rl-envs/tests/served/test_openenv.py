@@ -396,6 +396,9 @@ def test_texts_of_observations():
     begin = time.process_time()
     with pytest.raises(RefusedAction, match="JSON object"):
         last_object("{" * 10**6)
+    for depth in (950, 985):  # What can just be read may be too deep to be written.
+        with pytest.raises(RefusedAction, match="JSON object"):
+            last_object(f'{{"a": {"[" * depth}{"]" * depth}}}')
     assert time.process_time() - begin < 5
 
 

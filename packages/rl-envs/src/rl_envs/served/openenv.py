@@ -20,6 +20,7 @@ from rl_core.errors import ConfigError, DataError
 from rl_core.http_client import MAX_REASON, ServerUnreachable, WrongAnswer, patiently
 from rl_core.install_command import install_command
 from rl_core.rollouts.environment import Conversation, StepResult, ToolCall
+from rl_core.rollouts.model_json import MalformedJson, read_model_json_at
 from rl_core.rollouts.rollout import Message
 from rl_envs.draws import draws
 from rl_envs.served.client import EnvironmentServer, ServerSocket, as_shown, read_reward
@@ -126,12 +127,15 @@ class OpenEnvEnvironment(ServedEnvironment[OpenEnvConfig, OpenEnvPlay]):
         play = OpenEnvPlay({"seed": conversation.seed % 2**31, **reset})
         play.started = await self._open(play)
         shown = conversation.info.get("start")
-        if shown is not None and shown != self._text(play.started.observation):
+        try:
+            if shown is not None and shown != self._text(play.started.observation):
+                raise WrongAnswer(
+                    f"{self.server} begins otherwise than in the row after reset({play.reset}); if its start does not "
+                    "follow from the seed, set data.train.settings.show_start=false"
+                )
+        except WrongAnswer:
             await play.close()
-            raise WrongAnswer(
-                f"{self.server} begins otherwise than in the row after reset({play.reset}); if its start does not "
-                "follow from the seed, set data.train.settings.show_start=false"
-            )
+            raise
         return play
 
     async def turn(self, conversation: Conversation, play: OpenEnvPlay) -> StepResult:
@@ -325,15 +329,15 @@ def called_action(call: ToolCall, form: ActionForm) -> Mapping[str, Any]:
 
 def last_object(text: str) -> Mapping[str, Any]:
     """Return the last JSON object in a text that is in no other. Raises `RefusedAction` if there is none."""
-    decoder, found, place = json.JSONDecoder(), None, text.find("{")
+    found, place = None, text.find("{")
     # Each failed attempt begins one brace later, so their number is limited.
     for _ in range(100):
         if place < 0:
             break
         try:
-            found, end = decoder.raw_decode(text, place)
+            found, end = read_model_json_at(text, place)
             place = text.find("{", end)
-        except (ValueError, RecursionError):
+        except MalformedJson:
             place = text.find("{", place + 1)
     if not isinstance(found, dict):
         raise RefusedAction("write the action as a JSON object")
