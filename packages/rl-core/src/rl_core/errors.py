@@ -150,11 +150,13 @@ class WeightSyncError(RLError):
     Args:
         message: What went wrong, in one line.
         tensors: Names of the tensors at fault; empty if no single one is.
+        origins: Engines that compute something else with weights that have arrived; empty for any other failure.
     """
 
-    def __init__(self, message: str, tensors: tuple[str, ...] = ()) -> None:
+    def __init__(self, message: str, tensors: tuple[str, ...] = (), origins: tuple[FailureOrigin, ...] = ()) -> None:
         super().__init__(message, tensors)
         self.tensors = tensors
+        self.origins = origins
 
     def __str__(self) -> str:
         return str(self.args[0])

@@ -269,3 +269,17 @@ def test_bounds_of_the_number_of_replicas_that_cannot_be_met_are_refused(colocat
     (problem,) = replica_bound_problems(make(policy(), generation(colocated), bounds=bounds))
     assert (problem.key, problem.got) == (f"policy.generation.{key}", got)
     assert shown in f"{problem.reason} {problem.remedy}"
+
+
+@pytest.mark.parametrize("device", [CPU, CUDA, REHEARSAL])
+@pytest.mark.parametrize("num_nodes", [1, 2])
+def test_servers_take_no_device_of_the_run_and_read_weights_from_files(device, num_nodes):
+    servers = Claim("generation", "policy.generation", 1, apart(), servers=3)
+    topology = make(policy(), servers, num_nodes=num_nodes, device=device, bounds=(1, None))
+    assert topology.devices("policy") == Devices(num_nodes, 8)
+    assert (topology.num_replicas, topology.replica_resources, topology.replica_nodes) == (3, 0, 1)
+    assert (topology.fewest_replicas, topology.most_replicas, topology.is_elastic) == (1, 3, True)
+    assert (topology.transport_of("policy"), topology.takes_turns("policy")) == ("disk", False)
+    assert topology.engines_per_node == 0
+    for problems in (topology_problems, weight_sync_problems, replica_bound_problems):
+        assert list(problems(topology)) == []

@@ -922,6 +922,22 @@ def test_a_replica_that_dies_during_an_update_leaves_its_groups_to_the_others():
     assert (joining.replaced, pool.num_replicas) == ([replicas[1]], 1)
 
 
+def test_a_replica_that_computes_something_else_is_left_out_if_others_compute_as_the_policy():
+    replicas, joining = [Replica(0), Replica(1)], Joining(1)
+    pool = elastic_pool(replicas, joining)
+    update = Update(1)
+    wrong = replicas[1].origin("weight sync canary")
+    update.fails = [WeightSyncError(f"{wrong}: logprobs differ from the policy's", origins=(wrong,))]
+    pool.adopt(update)
+    assert (update.receivers, joining.replaced) == ([[0, 1], [0]], [replicas[1]])
+    assert run(pool, tasks(2)) == groups(2)
+    update = Update(2)
+    last = replicas[0].origin("weight sync canary")
+    update.fails = [WeightSyncError("logprobs differ from the policy's", origins=(last,))]
+    with pytest.raises(WeightSyncError, match="differ"):
+        pool.adopt(update)
+
+
 def test_rollouts_that_nobody_takes_are_waited_for_until_a_signal():
     replica = Replica()
     replica.held = {"p0"}

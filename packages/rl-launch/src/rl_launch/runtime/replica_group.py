@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
-from rl_core.errors import GeneratorError, RLError, WorkerDied, WorkerStalled
+from rl_core.errors import GeneratorError, RLError, WeightSyncError, WorkerDied, WorkerStalled
 from rl_core.ray.calls import fetch
 from rl_core.tracing import spans
 from rl_core.weights import WeightUpdate
@@ -115,7 +115,8 @@ class ReplicaGroup:
         return self._residency.hold(GENERATION) if self._residency else nullcontext()
 
     def adopt(self, update: WeightUpdate | None, *, in_flight: bool = False) -> None:
-        """Bring every replica to this version, verified; one that dies meanwhile, or is lost already, is replaced.
+        """Bring every replica to this version, verified; one that dies meanwhile, or is lost already, is replaced. If
+        replicas can join and leave, one that computes something else than the others and the policy is replaced too.
 
         Those that are restarted later get the same update, which must not be stale then.
 
@@ -148,6 +149,15 @@ class ReplicaGroup:
                 version = "" if update is None else f" of version {update.version}"
                 _log.warning("weight sync%s was interrupted: %s", version, error)
                 for replica in dead:
+                    self._lose(replica, error)
+            except WeightSyncError as error:
+                places = {(origin.role, origin.rank) for origin in error.origins}
+                wrong = [replica for replica in self._living() if (ROLE, replica.index) in places]
+                # Without any replica that computes as the policy does, the fault is not a replica's.
+                if self._elastic is None or not wrong or len(wrong) == len(self._living()):
+                    raise
+                for replica in wrong:
+                    _log.warning("%s is left out: %s", replica, error)
                     self._lose(replica, error)
 
     def restart_lost(self) -> None:

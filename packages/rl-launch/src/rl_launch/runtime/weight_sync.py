@@ -331,7 +331,8 @@ class Canary:
                     f"{origin}: logprobs with weight version {version} differ from the policy's by {by:.3g} on "
                     f"average, more than {limit:.3g} ({reason}{further}); the engine does not compute the "
                     "same results as the policy. If it quantises the KV cache, increase "
-                    "policy.generation.canary_tolerance"
+                    "policy.generation.canary_tolerance",
+                    origins=tuple(each for each, differs in found.items() if not differs <= limit),
                 )
         largest = max(found.values(), default=0.0)
         if largest - quantised > self._largest:
