@@ -158,6 +158,17 @@ def test_a_rollback_goes_to_the_newest_checkpoint_before_the_onset(tmp_path):
     assert [row["train/loss"] for row in found] == [row["train/loss"] for row in whole]
 
 
+def test_a_rule_that_breaks_again_in_the_same_steps_goes_back_behind_its_checkpoint(tmp_path):
+    rule, folder, went_back_to = {"action": "rollback", "max_actions": 9}, tmp_path / "run", []
+    for first in (7, 7, 7, 10):
+        with pytest.raises(GuardrailRestart) as restart:
+            run(folder, rule, counting.config(12, keep_top_k=None), at_step=bad_from(first))
+        Guardrails({"rule": GuardrailConfig(metric="watched")}, folder, lambda rows: []).note(restart.value.event)
+        went_back_to.append(restart.value.event.resumes_after)
+    # There is nothing before step 2, and a fault of later steps is another one.
+    assert went_back_to == [4, 2, 2, 8]
+
+
 @pytest.mark.parametrize(("metric", "checkpoint"), [("watched", 2), ("val/watched", 4), ("eval/watched", 4)])
 def test_a_rollback_leaves_out_the_checkpoint_whose_weights_broke_the_rule(tmp_path, metric, checkpoint):
     with pytest.raises(GuardrailRestart) as restart:

@@ -52,6 +52,8 @@ class GuardrailEvent:
         reason: The metric with its values, in one line.
         resumes_after: Step of the checkpoint that the run went on from; `step` if it did not go back.
         change: Values that keys of the config have since, by dotted key.
+        suspect: Step of a checkpoint that the run went back to by this rule, which broke again in the steps after it;
+            None if there is none.
     """
 
     rule: str
@@ -62,6 +64,7 @@ class GuardrailEvent:
     reason: str
     resumes_after: int
     change: Mapping[str, Any] = field(default_factory=dict)
+    suspect: int | None = None
 
     def __str__(self) -> str:
         return f"guardrail {self.rule}: {self.reason}"
@@ -128,8 +131,10 @@ class Guardrails:
                 self._warned.discard(name)
                 continue
             onset, reason = broken
-            event = GuardrailEvent(name, rule.metric, rule.action, step, onset, reason, resumes_after=step)
             taken = [each for each in self._events if each.rule == name]
+            again = [each.resumes_after for each in taken if each.resumes_after < onset <= each.step]
+            suspect = min(again, default=None)
+            event = GuardrailEvent(name, rule.metric, rule.action, step, onset, reason, step, suspect=suspect)
             is_spent = rule.action != "stop" and len(taken) >= rule.max_actions
             if rule.action in ("warn", "skip_step") or is_spent:
                 if name not in self._warned:

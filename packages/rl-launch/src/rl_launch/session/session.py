@@ -351,7 +351,10 @@ class RunSession:
         assert self._guardrails is not None, "it asked for the action"
         self._finish_save(wait=True)
         if event.action == "rollback":
-            found = self._saves.checkpoints.newest(before=event.first_broken)
+            broken, suspect = event.first_broken, event.suspect
+            # If a rule breaks again in the same steps, its checkpoint may be the cause. An earlier one comes first.
+            bounds = (broken,) if suspect is None else (min(suspect, broken), min(suspect + 1, broken), broken)
+            found = next(filter(None, (self._saves.checkpoints.newest(before=bound) for bound in bounds)), None)
             if found is not None:
                 self._saves.checkpoints.set_aside(found[0], "rolled_back")
                 raise GuardrailRestart(replace(event, resumes_after=found[0]))
