@@ -96,6 +96,25 @@ json.dump(float(os.environ["BONUS"]), open(os.environ["RL_REWARD_FILE"], "w"))
     assert (rollout.status, rollout.reward) == ("ok", 0.25), rollout.failure
 
 
+HOSTILE_REWARD_FILES = {
+    "not JSON": ("open(file, 'w').write('{')", "is not valid JSON"),
+    "deep": ("open(file, 'w').write('[' * 100_000)", "is not valid JSON"),
+    "huge": ("open(file, 'w').write(' ' * 2**21)", "has more than"),
+    "a pipe": ("os.mkfifo(file)", "is not a regular file"),
+    "a folder": ("os.mkdir(file)", "is not a regular file"),
+    "endless": ("os.symlink('/dev/zero', file)", "cannot be read"),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE_REWARD_FILES)
+def test_a_hostile_reward_file_costs_its_rollout(make_worker, play, tmp_path, kind):
+    code, reason = HOSTILE_REWARD_FILES[kind]
+    command = [sys.executable, "-c", f"import os; file = os.environ['RL_REWARD_FILE']; {code}"]
+    ([rollout], _) = asyncio.run(play(make_worker(AgentConfig(command=command))))
+    assert rollout.status == "failed"
+    assert f"the agent's reward file {reason}" in rollout.failure
+
+
 @pytest.mark.parametrize(
     ("body", "reason"),
     [

@@ -15,7 +15,7 @@ from rl_core.rollouts.environment import AGENT_FAILURE, AGENT_OUTPUT, AgentRun, 
 from rl_core.user_code import FromFile
 from rl_envs.verifiers import dataset
 from rl_envs.verifiers.agent import MAX_VALUES, values_of
-from rl_envs.verifiers.environment import VerifiersEnvironment
+from rl_envs.verifiers.environment import MAX_OUTPUT, VerifiersEnvironment
 from rl_envs.verifiers.imports import importable_id
 from rl_envs.verifiers.plugin import VerifiersConfig
 
@@ -29,6 +29,9 @@ async def run(base_url, api_key, prompt):
         raise LookupError("no words")
     if task == "exits":
         os._exit(3)
+    if task == "ends silently":
+        print("x" * 10**6, flush=True)
+        os._exit(0)
     if task == "is killed":
         os.kill(os.getpid(), signal.SIGKILL)
     if task == "hangs":
@@ -72,13 +75,15 @@ def ended(environment, asked, limit_s=60.0):
 
 
 def test_the_rewards_are_those_of_the_agent_and_each_failure_costs_its_own_rollout(environment):
-    tasks = ("is won", "raises", "exits", "is killed", "is a game")
-    won, raised, exited, killed, game = ended(environment, [begun(task, id=task) for task in tasks])
+    tasks = ("is won", "raises", "exits", "ends silently", "is killed", "is a game")
+    won, raised, exited, silent, killed, game = ended(environment, [begun(task, id=task) for task in tasks])
     assert won.rewards() == {"reward": 0.5, "address": 1.0}
     assert "LookupError: no words" in raised.info[AGENT_FAILURE]
     assert "plays raises" in raised.info[AGENT_OUTPUT]
     assert "output.log" not in raised.info[AGENT_FAILURE], "the log is reported, not where it was"
     assert "ended with status 3" in exited.info[AGENT_FAILURE]
+    assert silent.info[AGENT_FAILURE] == "its process ended before it gave a reward"
+    assert len(silent.info[AGENT_OUTPUT]) <= MAX_OUTPUT
     assert (type(killed), killed.fault) == (EnvironmentFailure, "process")
     assert game.agent_rewards == {"a": {"reward": 1.0}, "b": {"reward": -1.0}}
 

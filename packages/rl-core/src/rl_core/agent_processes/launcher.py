@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import signal
+import stat
 import sys
 import tempfile
 import uuid
@@ -17,6 +18,9 @@ from typing import Any, Protocol
 
 from rl_core.agent_processes import host
 from rl_core.errors import RLError
+
+MAX_REWARD_BYTES = 2**20
+"""Maximum size of a reward file."""
 
 _LAST_LINES, _LAST_BYTES = 3, 4096
 
@@ -117,12 +121,7 @@ class ProcessLauncher:
                 self._played.pop(mark, None)
             if status:
                 raise _failed(status, log)
-            try:
-                return json.loads(reward.read_text(encoding="utf-8"))
-            except FileNotFoundError:
-                return None
-            except ValueError as error:
-                raise AgentFailed(f"the agent's reward file is not valid JSON: {error}") from None
+            return _read_reward(reward)
 
     async def close(self) -> None:
         """End the host."""
@@ -154,6 +153,29 @@ class ProcessLauncher:
         for played in lost.values():
             if not played.done():
                 played.set_exception(AgentLost("the process that agents are forked from was killed"))
+
+
+def _read_reward(path: Path) -> Any:
+    """Return the contents of a reward file, which an agent may have written as it likes; None if there is none."""
+    try:
+        # Without these flags a pipe would block this process, and a link could lead to any file.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise AgentFailed(f"the agent's reward file cannot be read: {error.strerror}") from None
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise AgentFailed("the agent's reward file is not a regular file")
+        content = os.read(descriptor, MAX_REWARD_BYTES + 1)
+    finally:
+        os.close(descriptor)
+    if len(content) > MAX_REWARD_BYTES:
+        raise AgentFailed(f"the agent's reward file has more than {MAX_REWARD_BYTES} bytes")
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise AgentFailed(f"the agent's reward file is not valid JSON: {error}") from None
 
 
 def _failed(status: int, log: Path) -> AgentFailed:

@@ -27,7 +27,7 @@ from rl_envs.verifiers.plugin import VerifiersConfig
 GRACE_S = 5.0
 """Seconds that the processes of a rollout have to end by themselves."""
 MAX_OUTPUT = 2**16
-"""Maximum number of characters of an agent's output that are reported, from its end."""
+"""Maximum number of bytes of an agent's output that are reported, from its end."""
 _AT_WORK = ({"role": "user", "content": "The agent is at work."},)
 
 
@@ -87,6 +87,8 @@ class VerifiersEnvironment:
                 prompt = {"id": conversation.id, "info": dict(conversation.info)}
                 launcher = self._launcher(conversation.info["taskset"])
                 found = await launcher.play(prompt, agent.variables_at(agent.host), log)
+                if not isinstance(found, dict):
+                    raise AgentFailed("its process ended before it gave a reward")
             except AgentLost:
                 raise
             except Exception as error:  # noqa: BLE001 - a failure becomes a report of this rollout
@@ -109,6 +111,8 @@ class VerifiersEnvironment:
 
 def _tail(log: Path) -> str:
     try:
-        return log.read_text(encoding="utf-8", errors="replace")[-MAX_OUTPUT:]
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - MAX_OUTPUT))
+            return file.read(MAX_OUTPUT).decode(errors="replace")
     except OSError:
         return ""
