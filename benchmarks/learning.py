@@ -178,6 +178,12 @@ def estimator(value: str, *settings: str, baseline: str = "") -> Case:
     return on_policy("grpo-arithmetic", f"grpo.adv_estimator={value}", *settings, baseline=baseline)
 
 
+def preference(loss: str, *settings: str) -> Case:
+    """DPO with another loss: accuracy on held-out pairs, from one half."""
+    keys = ("dpo.val_at_end=true", f"dpo.loss={loss}", *settings)
+    return Case("dpo-tiny", "dpo", (Measure("val/accuracy", rises_by(0.2)),), keys, baseline="dpo")
+
+
 def surrogate(value: str, *settings: str, baseline: str = "") -> Case:
     """GRPO with another policy term."""
     return on_policy("grpo-arithmetic", f"loss_fn.surrogate={value}", *settings, baseline=baseline)
@@ -285,6 +291,24 @@ CASES = {
         ),
         ("dpo.val_at_end=true",),
     ),
+    "exo": preference("exo"),
+    "nca": preference("nca"),
+    "bco": preference("bco"),
+    "sppo": preference("sppo"),
+    "aot": preference("aot"),
+    "aot-unpaired": preference("aot-unpaired"),
+    "apo-zero": preference("apo-zero"),
+    "apo-down": preference("apo-down"),
+    # with its own tau, 0.05, the loss increases with the margin where policy and reference are equal
+    "discopop": preference("{name: discopop, tau: 1.0}"),
+    "f-divergence": preference("dpo", "dpo.f_divergence=js_divergence"),
+    "ld-dpo": preference("dpo", "dpo.ld_alpha=0.5"),
+    "wpo": preference("dpo", "dpo.weigh_by_policy=true"),
+    "mpo": preference(
+        "dpo", "dpo.preference_loss_weight=0.8", "dpo.added_losses={bco: {weight: 0.2}}", "dpo.sft_loss_weight=1"
+    ),
+    "online-dpo": on_policy("online-dpo-tiny", section="online_dpo", baseline="grpo"),
+    "best-of-n": on_policy("best-of-n-tiny", section="online_dpo", baseline="grpo"),
     "rm": Case(
         "rm-tiny",
         "rm",

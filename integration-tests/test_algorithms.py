@@ -154,6 +154,29 @@ FAMILIES = {
         ("policy.model_name=tiny-arithmetic", "dpo.loss=kto", "dpo.max_num_steps=4", "dpo.val_period=0"),
         {"packed on two ranks": PACKED},
     ),
+    "several preference losses": Family(
+        "dpo-tiny",
+        (
+            "policy.model_name=tiny-arithmetic",
+            "dpo.loss=nca",
+            "dpo.added_losses={aot: {weight: 0.5}}",
+            "dpo.ld_alpha=0.5",
+            "dpo.max_num_steps=4",
+            "dpo.val_period=0",
+        ),
+        {"packed on two ranks": PACKED, "megatron on two ranks": (*MEGATRON, *WHOLE_PAIRS)},
+    ),
+    "weighed preferences": Family(
+        "dpo-tiny",
+        ("policy.model_name=tiny-arithmetic", "dpo.weigh_by_policy=true", "dpo.max_num_steps=4", "dpo.val_period=0"),
+        {"packed on two ranks": PACKED, "megatron on two ranks": (*MEGATRON, *WHOLE_PAIRS)},
+    ),
+    "online dpo": Family(
+        "online-dpo-tiny",
+        small_rollouts("online_dpo", 4),
+        {"packed on two ranks": PACKED, "megatron on two ranks": (*MEGATRON, *WHOLE_PAIRS)},
+        tolerance=1e-3,
+    ),
     "rm": Family(
         "rm-tiny",
         ("policy.model_name=tiny-arithmetic", "rm.max_num_steps=4", "rm.val_period=4", "rm.val_batches=1"),
@@ -206,13 +229,15 @@ VARIANTS = [
 """Recipes of losses and estimators, whose values the tests of rl-algos compare with closed forms; `test_conversations`
 and `test_code_agents` have the recipes of agents."""
 
-KILLED = ("ppo", "luffy", "chord", "dpo", "kto", "rm", "distillation", "offline distillation")
+KILLED = ("ppo", "luffy", "chord", "dpo", "kto", "online dpo", "rm", "distillation", "offline distillation")
 """Families whose checkpoints hold something else than those of the runs that `test_faults` kills."""
 
 UNDISTURBED = [(name, layout) for name, family in FAMILIES.items() for layout in family.layouts]
 """Layouts whose runs nothing happens to."""
 
 AT_FIRST = {"dpo": math.log(2), "robust-dpo": math.log(2), "ipo": 25.0, "hinge": 1.0, "kto": 0.5}
+AT_FIRST |= {"nca": 2 * math.log(2), "bco": 2 * math.log(2), "sppo": 50.0, "apo-zero": 1.0, "apo-down": 1.0}
+AT_FIRST |= {"aot": math.log(2), "aot-unpaired": math.log(2), "discopop": (math.log(2) + 1) / 2}
 """Losses of the first step, when policy and reference are equal; of those that have a reference, with beta 0.1."""
 
 

@@ -56,6 +56,50 @@ def test_a_policy_learns_what_is_preferred(driver, warm_model, tmp_path):
 
 
 @exhaustive
+@pytest.mark.parametrize(("section", "recipe"), [("sft", "sft-arithmetic"), ("dpo", "dpo-tiny"), ("rm", "rm-tiny")])
+def test_validation_changes_no_bit_of_the_training(section, recipe, driver, tmp_path):
+    given = (f"{section}.max_num_steps=4", "policy.model_name=tiny-arithmetic", "checkpointing.metric_name=null")
+    weights, losses = [], []
+    for period in (0, 1):
+        folder = tmp_path / str(period)
+        validates = (f"{section}.val_period={period}", f"{section}.val_at_start={str(period > 0).lower()}")
+        driver.train(folder, recipe, *given, *validates)
+        weights.append((folder / "checkpoints/step_4/hf/model.safetensors").read_bytes())
+        losses.append([line["train/loss"] for line in steps_of(folder)])
+    assert sum("val/loss" in line for line in lines_of(tmp_path / "1")) == 5
+    assert not any("val/loss" in line for line in lines_of(tmp_path / "0"))
+    assert losses[0] == losses[1]
+    assert weights[0] == weights[1]
+
+
+STEPS = "{a}+{b}={first};{first}+{c}={second}"
+
+
+@exhaustive
+def test_a_process_reward_model_learns_which_step_is_wrong(driver, tmp_path):
+    random, rows = np.random.default_rng(0), []
+    for _ in range(800):
+        a, b, c = (int(number) for number in random.integers(0, 10, 3))
+        labels = (random.random(2) < 0.5).tolist()
+        first = a + b if labels[0] else a + b + 1
+        second = first + c if labels[1] else first + c + 1
+        steps = STEPS.format(a=a, b=b, c=c, first=first, second=second).split(";")
+        rows.append(json.dumps({"prompt": f"{a}+{b}+{c}=", "completions": steps, "labels": labels}))
+    for name, part in (("train", rows[:700]), ("held_out", rows[700:])):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(part))
+    data = (
+        f"data.train={{data_path: {tmp_path}/train.jsonl}}",
+        f"data.validation={{data_path: {tmp_path}/held_out.jsonl}}",
+    )
+    learns = ("rm.loss=process", "rm.step_end=;", "rm.max_num_steps=200", "rm.val_period=0", "rm.val_at_end=true")
+    length = ("policy.max_total_sequence_length=64", "checkpointing.metric_name=null")
+    driver.train(tmp_path / "run", "rm-tiny", *data, *learns, *length)
+    first, *_, last = [line for line in lines_of(tmp_path / "run") if "val/accuracy" in line]
+    assert first["val/num_steps"] == 200
+    assert last["val/accuracy"] > first["val/accuracy"] + 0.1
+
+
+@exhaustive
 def test_a_reward_model_loads_in_transformers_and_tells_right_from_wrong(reward_model):
     lines = steps_of(reward_model)
     assert lines[-1]["val/accuracy"] > 0.6

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 from tokenizers import models
@@ -28,6 +30,23 @@ def exact_bytes(tokenizer: Any) -> BytesOf | None:
         return special[number] if number in special else to_bytes(tokenizer.convert_ids_to_tokens(number))
 
     return of
+
+
+def ends_of(mark: str, tokens: Sequence[int], bytes_of: BytesOf) -> tuple[int, ...]:
+    """Return the places of the tokens that have the last byte of a string, and the place of the last token, in order.
+
+    Args:
+        mark: String that ends a part of the text.
+        tokens: Token ids, at least one.
+        bytes_of: Bytes of each token.
+    """
+    pieces = [bytes_of(token) for token in tokens]
+    ends, whole = list(accumulate(map(len, pieces))), b"".join(pieces)
+    at, found = 0, {len(tokens) - 1}
+    while (at := whole.find(mark.encode(), at)) >= 0:
+        at += len(mark.encode())
+        found.add(bisect_left(ends, at))
+    return tuple(sorted(found))
 
 
 def decoder_steps(tokenizer: Any) -> set[str]:

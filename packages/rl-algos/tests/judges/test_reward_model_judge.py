@@ -146,6 +146,15 @@ def test_rewards_of_steps_are_reduced_to_a_reward_of_the_turn(step_reward, of):
     assert [text[place] for place in every.turns[0].places] == [*"a\n\nbc\n\nd", "<|im_end|>", "\n"]
 
 
+def test_probabilities_of_steps_may_be_multiplied():
+    rollout = said("a\n\nbc\n\nd")
+    logits = [scores_of(row) for row in encoded(judge_of(), rollout, "token").rows][0]
+    judge = judge_of(step_end="\n\n", step_reward="product", as_probability=True)
+    places = encoded(judge, rollout, "token").turns[0].places
+    [found] = rewards(judge, rollout, each="token")
+    assert found.value == pytest.approx(np.prod([1 / (1 + math.exp(-logits[place])) for place in places]), rel=1e-6)
+
+
 def test_steps_need_the_bytes_of_tokens(monkeypatch):
     monkeypatch.setattr("rl_algos.judges.reward_model.exact_bytes", lambda tokenizer: None)
     with pytest.raises(ConfigError, match=r"^judges\.helpful\.step_end: the bytes of this tokenizer's tokens are not"):
@@ -255,5 +264,7 @@ def test_keys_of_a_reward_model_without_effect_are_refused():
         "judges.helpful.step_reward",
     ]
     assert problems("token", step_end=".", step_reward="mean") == []
+    assert problems("token", step_end=".", step_reward="product") == ["judges.helpful.step_reward"]
+    assert problems("token", step_end=".", step_reward="product", as_probability=True) == []
     read = TokenizerConfig(split_special_tokens="all")
     assert problems("rollout", tokenizer=read) == ["judges.helpful.tokenizer.split_special_tokens"]

@@ -25,6 +25,7 @@ from rl_algos.losses.preference import (
     Hinge,
     KTOLoss,
     PreferenceLoss,
+    ProcessLoss,
     RobustDPO,
     SimPO,
     UnpairedAOT,
@@ -303,3 +304,31 @@ def test_a_pair_that_is_torn_apart_is_refused():
 def test_a_shard_without_rows_counts_nothing():
     assert PreferenceLoss(DPO()).totals(make_batch().select([])) == {"pairs": 0.0}
     assert KTO.totals(make_batch().select([])) == {"responses": 0.0}
+
+
+def test_a_process_loss_is_the_cross_entropy_of_the_scores_at_the_ends_of_steps():
+    random, lengths, loss = np.random.default_rng(0), (4, 6), ProcessLoss()
+    scores = [random.normal(0, 2, n) for n in lengths]
+    labels = [np.full(n, -1.0) for n in lengths]
+    labels[0][[1, 3]], labels[1][[2, 4]] = (1, 0), (0.25, 1)
+    # The value at a token is the score of the row up to the token before it, and the score that of the whole row.
+    values = [np.append(0.0, row[:-1]) for row in scores]
+    reads = {
+        "values": torch.tensor(np.concatenate(values), requires_grad=True),
+        "scores": torch.tensor([row[-1] for row in scores], requires_grad=True),
+    }
+    rows = Rows(torch.tensor([0, 4, 10]), {"step_labels": torch.tensor(np.concatenate(labels))})
+    sums = resolve(loss.implementation)(loss, reads, rows)
+    value = sums.loss({"steps": 4.0})
+    value.backward()
+    expected, right = 0.0, []
+    for row, of_row in zip(scores, labels, strict=True):
+        for score, label in zip(row, of_row, strict=True):
+            if label >= 0:
+                q = 1 / (1 + math.exp(-score))
+                expected -= (label * math.log(q) + (1 - label) * math.log(1 - q)) / 4
+                right.append((score > 0) == (label > 0.5))
+    assert value.item() == pytest.approx(expected, rel=1e-12)
+    assert sums.metrics["accuracy"].value.item() == sum(right)
+    assert np.flatnonzero(reads["values"].grad.numpy()).tolist() == [2, 7, 9]
+    assert np.flatnonzero(reads["scores"].grad.numpy()).tolist() == [0]

@@ -3,7 +3,7 @@ from types import SimpleNamespace
 import pytest
 
 from rl_algos.data.config import DataConfig
-from rl_algos.losses.preference import BradleyTerryLoss, RegressionLoss
+from rl_algos.losses.preference import BradleyTerryLoss, ProcessLoss, RegressionLoss
 from rl_algos.reward_model.algorithm import RewardModel, objective_of
 from rl_algos.reward_model.config import RewardModelConfig
 from rl_algos.reward_model.plugin import PLUGIN
@@ -37,17 +37,27 @@ def test_the_loss_is_as_configured():
     chosen = config(margin="scale", center_rewards_coefficient=0.01)
     assert objective_of(chosen.rm).loss == BradleyTerryLoss("scale", 0.01)
     assert objective_of(config(loss="regression").rm).loss == RegressionLoss()
-    assert problems(chosen) == problems(config(loss="regression")) == {}
+    assert objective_of(config(loss="process").rm).loss == ProcessLoss()
+    assert problems(chosen) == problems(config(loss="regression")) == problems(config(loss="process")) == {}
 
 
 @pytest.mark.parametrize(
     "unused", [{"margin": "scale"}, {"center_rewards_coefficient": 0.1}, {"pairing": "all"}], ids=str
 )
-def test_regression_refuses_settings_of_pairs(unused):
-    ((key, problem),) = problems(config(loss="regression", **unused)).items()
+@pytest.mark.parametrize("loss", ["regression", "process"])
+def test_losses_of_single_responses_refuse_settings_of_pairs(loss, unused):
+    ((key, problem),) = problems(config(loss=loss, **unused)).items()
     assert (key, problem.is_unused) == (f"rm.{next(iter(unused))}", True)
 
 
-@pytest.mark.parametrize(("loss", "unit"), [("bradley-terry", "num_pairs"), ("regression", "num_responses")])
+def test_only_the_loss_of_steps_reads_their_end():
+    ((key, problem),) = problems(config(step_end=".")).items()
+    assert (key, problem.is_unused) == ("rm.step_end", True)
+    assert problems(config(loss="process", step_end=".")) == {}
+
+
+@pytest.mark.parametrize(
+    ("loss", "unit"), [("bradley-terry", "num_pairs"), ("regression", "num_responses"), ("process", "num_steps")]
+)
 def test_what_a_validation_records_is_known_beforehand(loss, unit):
     assert {"val/loss", f"val/{unit}"} <= set(PLUGIN.validation_metrics(config(loss=loss)))

@@ -36,7 +36,7 @@ def test_defaults_of_algorithms_are_results_of_their_own():
     assert (second.explanation.key, second.explanation.default) == ("ppo.num_prompts_per_step", 512)
     assert second.condition == "algorithm: ppo"
     rates = {each.condition: each.explanation.default for each in search("lr")[0]}
-    assert rates["algorithm: dpo"] == 5e-7
+    assert rates["algorithm: dpo or online_dpo"] == 5e-7
     assert rates["algorithm: offline_distillation or sft"] == 2e-5
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from rl_algos.dpo.config import DPOConfig, DPORoot
+from rl_algos.dpo.config import DPOConfig, DPORoot, PreferenceObjectiveConfig
 from rl_algos.dpo.loss import REF_LOGPROBS, learns_from_responses, loss_of, uses_reference
 from rl_algos.images.columns import seen_columns
 from rl_algos.losses.preference import LENGTH_WEIGHTS, SORTED_SHIFT, PreferenceLoss
@@ -45,21 +45,34 @@ class DPO(PreferenceAlgorithm[DPORoot]):
 
 def objective_of(config: DPORoot) -> RowObjective[Any]:
     """Return the objective: the configured loss, and the columns that it needs from a model."""
-    loss = loss_of(config.dpo)
+    max_tokens, cached = config.policy.max_total_sequence_length, config.dpo.cache_reference_logprobs
+    return preference_objective(config.dpo, max_tokens=max_tokens, cached=cached)
+
+
+def preference_objective(
+    settings: PreferenceObjectiveConfig, *, max_tokens: int, cached: bool = False
+) -> RowObjective[Any]:
+    """Return the objective of a section of preferences.
+
+    Args:
+        settings: Config section with the loss.
+        max_tokens: Maximum number of tokens of a row.
+        cached: Keep the reference's logprobs of each row.
+    """
+    loss = loss_of(settings)
     to_batch: Callable[[Sequence[Any]], Batch] = judged_batch if learns_from_responses(loss) else pair_batch
     if not uses_reference(loss):
         return RowObjective(loss, to_batch)
-    reference = ReferenceLogprobs(cached=config.dpo.cache_reference_logprobs)
-    if "kl" in loss.columns:
-        max_tokens = config.policy.max_total_sequence_length
-        return RowObjective(
-            loss,
-            to_batch,
-            lambda batch, policy: with_reference_point(reference(batch, policy), policy, max_tokens=max_tokens),
-        )
+    reference = ReferenceLogprobs(cached=cached)
     if isinstance(loss, PreferenceLoss):
         return RowObjective(loss, to_batch, partial(pair_columns, loss, reference))
-    return RowObjective(loss, to_batch, reference)
+    if "kl" not in loss.columns:
+        return RowObjective(loss, to_batch, reference)
+
+    def complete(batch: Batch, policy: Model) -> Batch:
+        return with_reference_point(reference(batch, policy), policy, max_tokens=max_tokens)
+
+    return RowObjective(loss, to_batch, complete)
 
 
 def pair_columns(loss: PreferenceLoss, reference: ReferenceLogprobs, batch: Batch, policy: Model) -> Batch:

@@ -37,8 +37,8 @@ class AddedLosses(Config):
     named: ClassVar[type[Config] | None] = AddedLossConfig
 
 
-class DPOConfig(PreferenceConfig):
-    """Preference optimisation: DPO, IPO, SimPO, ORPO, KTO and others."""
+class PreferenceObjectiveConfig(Config):
+    """Base of the section of an algorithm that learns preferences by a loss of `rl_algos.losses.preference`."""
 
     loss: PreferenceLossConfig = PreferenceLossConfig()
     reference_policy_kl_penalty: float = Field(default=0.1, gt=0)
@@ -69,6 +69,11 @@ class DPOConfig(PreferenceConfig):
     weigh_by_policy: bool = False
     """Weigh each pair by the probability that the policy gives to both responses, so that data of other models counts
     as if the policy had sampled it (WPO)."""
+
+
+class DPOConfig(PreferenceConfig, PreferenceObjectiveConfig):
+    """Preference optimisation: DPO, IPO, SimPO, ORPO, KTO and others."""
+
     cache_reference_logprobs: bool = False
     """Cache the reference's logprobs of each row, so that later epochs and validations do not compute them again. The
     cache takes 4 bytes of driver memory per token of the data."""

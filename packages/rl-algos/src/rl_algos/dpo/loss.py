@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rl_algos.dpo.config import AddedLossConfig, AddedLosses, DPOConfig, PreferenceLossConfig
+from rl_algos.dpo.config import AddedLossConfig, AddedLosses, PreferenceLossConfig, PreferenceObjectiveConfig
 from rl_algos.losses.custom import PATH, is_path, loss_class, unknown_name
 from rl_algos.losses.preference import PAIR_TERMS, AddedTerm, KTOLoss, PreferenceLoss
 from rl_core.config import Config, Problem, ProblemError, assemble, nearest_as_remedy, section_of, settings_of
@@ -67,7 +67,7 @@ def added_section(written: Any) -> type[Config]:
     return assemble("AddedLosses", kinds, base=AddedLosses)
 
 
-def loss_of(dpo: DPOConfig) -> Loss:
+def loss_of(dpo: PreferenceObjectiveConfig) -> Loss:
     """Return the loss of a run.
 
     Raises:

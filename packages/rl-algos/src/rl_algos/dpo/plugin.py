@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rl_algos.dpo.config import DPOConfig, DPORoot
+from rl_algos.dpo.config import DPOConfig, DPORoot, PreferenceObjectiveConfig
 from rl_algos.dpo.loss import (
     KTO,
     OF_BOTH,
@@ -29,6 +29,9 @@ from rl_core.plugins import ModelNeed, TrainingDefaults
 _OF_PAIRS = ("accuracy", "loss", "margin", "num_pairs", "preference_loss", "reward_chosen", "reward_rejected")
 _OF_RESPONSES = ("accuracy", "kl", "loss", "num_responses", "reward_desirable", "reward_undesirable")
 
+OF_REFERENCE = ("cache_reference_logprobs", "reference_sync_period")
+"""Keys that some algorithms have for the reference policy."""
+
 _OF_PREFERENCE_LOSS = (
     "preference_loss_weight",
     "preference_average_log_probs",
@@ -44,82 +47,105 @@ _OF_PREFERENCE_LOSS = (
 
 def dpo_section(written: Any) -> type[Config]:
     """Return the type of `dpo`, with the settings of the losses that are written there."""
+    return assemble("DPO", loss_sections(written), base=DPOConfig)
+
+
+def loss_sections(written: Any) -> dict[str, type[Config]]:
+    """Return the types of `loss` and `added_losses` in a section, with the settings that are written there."""
     loss, added = (written.get(key) if isinstance(written, Mapping) else None for key in ("loss", "added_losses"))
-    sections = {"loss": chosen_type("loss.name", loss, loss_section), "added_losses": added_section(added)}
-    return assemble("DPO", sections, base=DPOConfig)
+    return {"loss": chosen_type("loss.name", loss, loss_section), "added_losses": added_section(added)}
 
 
 def check(config: DPORoot) -> Iterator[Problem]:
     """Yield problems of the whole resolved config, in addition to problems of every algorithm with given rows."""
     yield from preference_data_problems("dpo", config.data)
-    name = config.dpo.loss.name
-    for each, own in dict(config.dpo.added_losses).items():
-        try:
-            PAIR_TERMS[each](**settings_of(own))
-        except ValueError as error:
-            yield Problem(f"dpo.added_losses.{each}", f"could not be created: {error}")
-            return
-    try:
-        loss = loss_of(config.dpo)
-        columns, temperature = tuple(loss.columns), loss.temperature
-    except (ValueError, TypeError) as error:
-        yield Problem("dpo.loss", f"could not create {name}: {error}")
+    yield from objective_problems("dpo", config.dpo)
+    loss = created(config.dpo)
+    if loss is None or not learns_from_responses(loss):
         return
-    if is_path(name):
-        yield from _custom(name, columns, temperature)
-    yield from _unused(config.dpo, loss)
-    if not learns_from_responses(loss):
-        return
+    name, rows = config.dpo.loss.name, config.policy.train_global_batch_size
     if config.dpo.pairing == "all":
         yield Problem.unused("dpo.pairing", f"with the loss {name}, which learns from single responses")
-    rows = config.policy.train_global_batch_size
     if "kl" in loss.columns and rows < 2:
         reason = f"must be at least 2, because {name} estimates its reference point from responses to other prompts"
         yield Problem("policy.train_global_batch_size", f"{reason} of the batch", got=rows)
 
 
-def _custom(name: str, columns: tuple[str, ...], temperature: float) -> Iterator[Problem]:
+def created(settings: PreferenceObjectiveConfig) -> Loss | None:
+    """Return the loss of a section; None if it cannot be created, which the checks report."""
+    try:
+        return loss_of(settings)
+    except (ValueError, TypeError):
+        return None
+
+
+def objective_problems(key: str, settings: PreferenceObjectiveConfig) -> Iterator[Problem]:
+    """Yield problems of the loss of a section and its options.
+
+    Args:
+        key: Key of the section.
+        settings: The section.
+    """
+    name = settings.loss.name
+    for each, own in dict(settings.added_losses).items():
+        try:
+            PAIR_TERMS[each](**settings_of(own))
+        except ValueError as error:
+            yield Problem(f"{key}.added_losses.{each}", f"could not be created: {error}")
+            return
+    try:
+        loss = loss_of(settings)
+        columns, temperature = tuple(loss.columns), loss.temperature
+    except (ValueError, TypeError) as error:
+        yield Problem(f"{key}.loss", f"could not create {name}: {error}")
+        return
+    if is_path(name):
+        yield from _custom(key, name, columns, temperature)
+    yield from _unused(key, settings, loss)
+
+
+def _custom(key: str, name: str, columns: tuple[str, ...], temperature: float) -> Iterator[Problem]:
     """Yield problems of a loss of the user's that reads columns which a batch does not have."""
     of_pairs, of_responses = ([column for column in columns if column in known] for known in (OF_PAIRS, OF_RESPONSES))
     unknown = [column for column in columns if column not in (*OF_BOTH, *OF_PAIRS, *OF_RESPONSES)]
     if unknown:
         known = f"{', '.join(OF_BOTH)}, for pairs {', '.join(OF_PAIRS)}, for single responses {', '.join(OF_RESPONSES)}"
         reason = f"needs {', '.join(unknown)}, which a batch does not have"
-        yield Problem("dpo.loss.name", reason, got=name, allowed=f"columns {known}")
+        yield Problem(f"{key}.loss.name", reason, got=name, allowed=f"columns {known}")
     if of_pairs and of_responses:
         needed = f"needs {', '.join(of_pairs)} of pairs and {', '.join(of_responses)} of single responses"
-        yield Problem("dpo.loss.name", f"{needed}, but a batch has one kind of rows", got=name)
+        yield Problem(f"{key}.loss.name", f"{needed}, but a batch has one kind of rows", got=name)
     if temperature != 1:
         reason = f"has temperature {temperature}, but preferences are learned at temperature 1"
-        yield Problem("dpo.loss.name", reason, got=name)
+        yield Problem(f"{key}.loss.name", reason, got=name)
 
 
-def _unused(dpo: DPOConfig, loss: Loss) -> Iterator[Problem]:
+def _unused(section: str, dpo: PreferenceObjectiveConfig, loss: Loss) -> Iterator[Problem]:
     """Yield keys that the loss does not read, and weights that leave nothing to learn."""
     name = dpo.loss.name
-    for key in ("reference_policy_kl_penalty", "cache_reference_logprobs"):
-        if not uses_reference(loss) and is_changed(dpo, key):
-            yield Problem.unused(f"dpo.{key}", f"with the loss {name}, which does not use a reference policy")
+    for key in ("reference_policy_kl_penalty", *OF_REFERENCE):
+        if key in type(dpo).model_fields and not uses_reference(loss) and is_changed(dpo, key):
+            yield Problem.unused(f"{section}.{key}", f"with the loss {name}, which does not use a reference policy")
     if uses_reference(loss) and is_path(name) and is_changed(dpo, "reference_policy_kl_penalty"):
         remedy = "Remove this key, and add a field for it to the class"
-        yield Problem.unused("dpo.reference_policy_kl_penalty", f"with the loss {name}", remedy=remedy)
+        yield Problem.unused(f"{section}.reference_policy_kl_penalty", f"with the loss {name}", remedy=remedy)
     for key in _OF_PREFERENCE_LOSS:
         if name not in PAIR_TERMS and is_changed(dpo, key):
             because = ", which has one term of summed logprobs" if name == KTO else ""
-            yield Problem.unused(f"dpo.{key}", f"with the loss {name}{because}")
+            yield Problem.unused(f"{section}.{key}", f"with the loss {name}{because}")
     if name not in PAIR_TERMS or not isinstance(loss, PreferenceLoss):
         return
-    yield from _of_terms(dpo, loss)
+    yield from _of_terms(section, dpo, loss)
     if not (loss.weight or loss.sft_weight or loss.added):
-        reason = "must not be 0 if dpo.sft_loss_weight is 0 too, because nothing would be learned"
+        reason = f"must not be 0 if {section}.sft_loss_weight is 0 too, because nothing would be learned"
         got, remedy = dpo.preference_loss_weight, "Increase one of the two"
-        yield Problem("dpo.preference_loss_weight", reason, got=got, remedy=remedy)
+        yield Problem(f"{section}.preference_loss_weight", reason, got=got, remedy=remedy)
     if dpo.sft_average_log_probs is not None and not loss.sft_weight:
-        remedy = "Remove this key, or set dpo.sft_loss_weight above 0"
-        yield Problem.unused("dpo.sft_average_log_probs", "with dpo.sft_loss_weight=0", remedy=remedy)
+        remedy = f"Remove this key, or set {section}.sft_loss_weight above 0"
+        yield Problem.unused(f"{section}.sft_average_log_probs", f"with {section}.sft_loss_weight=0", remedy=remedy)
 
 
-def _of_terms(dpo: DPOConfig, loss: PreferenceLoss) -> Iterator[Problem]:
+def _of_terms(section: str, dpo: PreferenceObjectiveConfig, loss: PreferenceLoss) -> Iterator[Problem]:
     """Yield options that the terms of a loss of pairs do not take."""
     names = [dpo.loss.name, *(added.term.name for added in loss.added)]
     kinds = [PAIR_TERMS[name] for name in names]
@@ -129,26 +155,34 @@ def _of_terms(dpo: DPOConfig, loss: PreferenceLoss) -> Iterator[Problem]:
         for key in ("added_losses", "f_divergence", "ld_alpha"):
             if is_changed(dpo, key):
                 reason = f"needs a reference policy, but the loss {without} has none"
-                yield Problem(f"dpo.{key}", reason, remedy=f"Remove this key, or set dpo.loss to one of {_allowed()}")
+                yield Problem(
+                    f"{section}.{key}", reason, remedy=f"Remove this key, or set {section}.loss to one of {_allowed()}"
+                )
         return
     other = next((kind.name for kind in kinds if not kind.is_of_difference), None)
     if dpo.f_divergence != "reverse_kl" and other is not None:
         reason = f"needs losses that depend on the difference of both responses only, which {other} does not"
         allowed = "reverse_kl, or the losses " + ", ".join(k.name for k in PAIR_TERMS.values() if k.is_of_difference)
-        yield Problem("dpo.f_divergence", reason, got=dpo.f_divergence, allowed=allowed)
+        yield Problem(f"{section}.f_divergence", reason, got=dpo.f_divergence, allowed=allowed)
     if dpo.f_divergence != "alpha_divergence" and is_changed(dpo, "f_divergence_alpha"):
-        yield Problem.unused("dpo.f_divergence_alpha", f"with dpo.f_divergence={dpo.f_divergence}")
+        yield Problem.unused(f"{section}.f_divergence_alpha", f"with {section}.f_divergence={dpo.f_divergence}")
     if sorting is None:
         return
     if dpo.loss.name == sorting and PAIR_TERMS[sorting].sorts == "responses" and loss.added:
         reason = f"cannot be combined with {sorting}, which forms other pairs"
-        yield Problem("dpo.added_losses", reason, got=names[1:], remedy="Remove this key, or set dpo.loss=aot")
+        yield Problem(
+            f"{section}.added_losses", reason, got=names[1:], remedy=f"Remove this key, or set {section}.loss=aot"
+        )
     if dpo.weigh_by_policy:
         reason = f"weighs single pairs, but {sorting} compares the sorted margins of a batch"
-        yield Problem("dpo.weigh_by_policy", reason, got=True, remedy="Remove this key, or use another dpo.loss")
-    averaged = {"dpo.preference_average_log_probs": dpo.loss.name == sorting and dpo.preference_average_log_probs}
+        yield Problem(
+            f"{section}.weigh_by_policy", reason, got=True, remedy=f"Remove this key, or use another {section}.loss"
+        )
+    averaged = {
+        f"{section}.preference_average_log_probs": dpo.loss.name == sorting and dpo.preference_average_log_probs
+    }
     averaged |= {
-        f"dpo.added_losses.{added.term.name}.average_log_probs": added.average_logprobs
+        f"{section}.added_losses.{added.term.name}.average_log_probs": added.average_logprobs
         for added in loss.added
         if added.term.name == sorting
     }
@@ -175,10 +209,8 @@ def validation_metrics(config: DPORoot) -> list[str] | None:
 
 def models(config: DPORoot) -> dict[str, ModelNeed]:
     """Return the policy, which trains, and keeps its reference if the loss compares with it."""
-    try:
-        keeps_reference = uses_reference(loss_of(config.dpo))
-    except (ValueError, TypeError):
-        keeps_reference = False  # the checks report a loss that cannot be created
+    loss = created(config.dpo)
+    keeps_reference = loss is not None and uses_reference(loss)
     return {"policy": ModelNeed("policy", ModelSpec(keeps_reference=keeps_reference, seed=config.dpo.seed))}
 
 

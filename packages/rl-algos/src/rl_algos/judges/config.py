@@ -39,8 +39,11 @@ class RewardModelJudgeConfig(ModelConfig):
     step_end: str | None = Field(default=None, min_length=1)
     """String that ends a step of a turn, such as a blank line, for rewards with `each: token`: the scores at the ends
     of steps and of the turn count. If unset, the scores at all tokens of the turn."""
-    step_reward: Literal["min", "mean", "last"] = "min"
-    """Reward of a turn with `each: token`: the smallest, the mean or the last of the scores that count."""
+    step_reward: Literal["min", "mean", "last", "product"] = "min"
+    """Reward of a turn with `each: token`: the smallest, the mean, the last or the product of the scores that count;
+    the product is of probabilities (`as_probability`)."""
+    as_probability: bool = False
+    """Take scores as logits and return their probabilities, from 0 to 1, as process reward models have them."""
 
 
 class GeneratorJudgeConfig(Config):
@@ -270,6 +273,9 @@ def _unread_keys(config: JudgesRoot) -> Iterator[Problem]:
         if is_changed(judge.tokenizer, "split_special_tokens"):
             because = "because judges read special tokens in all content as text"
             yield Problem.unused(f"judges.{name}.tokenizer.split_special_tokens", because)
+        if judge.step_reward == "product" and not judge.as_probability:
+            remedy = f"Set judges.{name}.as_probability=true, or use another step_reward"
+            yield Problem(f"judges.{name}.step_reward", "needs probabilities", got="product", remedy=remedy)
         for key in ("step_end", "step_reward"):
             if is_changed(judge, key) and name not in by_token:
                 because = f"without a reward {{judge: {name}, each: token}}"

@@ -18,7 +18,7 @@ from rl_algos.images.image_tokens import check_images
 from rl_algos.judges.config import JudgesRoot, RewardModelJudgeConfig, judge_role, judge_sections
 from rl_algos.judges.rubrics import Rubric
 from rl_algos.special_tokens import special_tokens
-from rl_algos.token_bytes import BytesOf, exact_bytes
+from rl_algos.token_bytes import BytesOf, ends_of, exact_bytes
 from rl_algos.tokenizer import load_tokenizer, render, require_chat_template
 from rl_core.data.batch import TOKENS, Batch
 from rl_core.data.microbatch import PREFIX_GROUP
@@ -37,10 +37,14 @@ JudgedGroups = Sequence[Sequence[JudgedRollout | None]]
 Each = Literal["rollout", "turn", "token"]
 """Part of a rollout that has a reward of its own, or tokens of a turn whose scores make its reward."""
 
+MIN_LOGIT = -700.0
+"""Smallest logit of a probability: the exponential of 710 is infinite in float64."""
+
 _REDUCTIONS: Mapping[str, Callable[[Sequence[float]], float]] = {
     "min": min,
     "mean": lambda scores: math.fsum(scores) / len(scores),
     "last": lambda scores: scores[-1],
+    "product": math.prod,
 }
 
 
@@ -202,13 +206,7 @@ class JudgeTokenizer:
         start = next((at for at, (own, other) in pairs if own != other), min(len(prompt), len(tokens) - 1))
         if self._bytes_of is None or self._config.step_end is None:
             return tuple(range(start, len(tokens)))
-        pieces = [self._bytes_of(token) for token in tokens[start:]]
-        ends, whole = np.cumsum([len(piece) for piece in pieces]), b"".join(pieces)
-        mark, at, found = self._config.step_end.encode(), 0, {len(tokens) - 1}
-        while (at := whole.find(mark, at)) >= 0:
-            at += len(mark)
-            found.add(start + int(np.searchsorted(ends, at)))
-        return tuple(sorted(found))
+        return tuple(start + place for place in ends_of(self._config.step_end, tokens[start:], self._bytes_of))
 
 
 class _RolloutTexts(NamedTuple):
@@ -321,6 +319,8 @@ class RewardModelJudge:
         parts = [
             [float(scores[turn.row][-1 if is_whole else place]) for place in turn.places] for turn in rollout.turns
         ]
+        if self._config.as_probability:
+            parts = [[1 / (1 + math.exp(-max(score, MIN_LOGIT))) for score in part] for part in parts]
         if not all(math.isfinite(score) for part in parts for score in part):
             self._counts["failed"] += 1
             return JudgedReward(None, failure=f"the score by judges.{self._name} is not finite")

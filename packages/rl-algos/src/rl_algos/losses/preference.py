@@ -21,7 +21,7 @@ import numpy as np
 from rl_algos.losses.mask import loss_mask
 from rl_core.data.batch import Batch
 from rl_core.data.microbatch import PAIR
-from rl_core.model import COLLISION, LOGPROBS, SCORES, Read
+from rl_core.model import COLLISION, LOGPROBS, SCORES, VALUES, Read
 
 FDivergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
 """Names of divergences between policy and reference, as in TRL."""
@@ -528,3 +528,22 @@ class RegressionLoss:
     def totals(self, batch: Batch) -> Mapping[str, float]:
         """Return the `responses`."""
         return {"responses": float(len(batch))}
+
+
+STEP_LABELS = "step_labels"
+"""Column of the labels of steps, float32 `[tokens]`: from 0 to 1 at the last token of a step, -1 at other tokens."""
+
+
+@dataclass(frozen=True)
+class ProcessLoss:
+    """Mean over steps of `-y logsigmoid(s) - (1 - y) logsigmoid(-s)`, with the score s of the response up to the end of
+    a step and its label y in the column `step_labels` (process reward models, arXiv:2305.20050)."""
+
+    columns: ClassVar[tuple[str, ...]] = (STEP_LABELS,)
+    reads: ClassVar[tuple[Read, ...]] = (VALUES, SCORES)
+    temperature: ClassVar[float] = 1.0
+    implementation: str = "rl_algos.torch.preference:compute_process"
+
+    def totals(self, batch: Batch) -> Mapping[str, float]:
+        """Return the `steps`."""
+        return {"steps": float(np.sum(batch.ragged(STEP_LABELS).values >= 0))}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import combinations
 from typing import Literal, NamedTuple
 
@@ -9,7 +10,21 @@ from rl_algos.data.rows.example import Example, Response
 from rl_core.errors import DataError
 
 Pairing = Literal["best-worst", "all"]
-Verdict = Literal["label", "score"]
+
+
+@dataclass(frozen=True)
+class StepVerdict:
+    """Labels of the steps of a response.
+
+    Args:
+        step_end: String between the steps.
+    """
+
+    step_end: str
+
+
+Verdict = Literal["label", "score"] | StepVerdict
+"""How single responses are judged: by a label or a score of the response, or by labels of its steps."""
 
 
 class Comparison(NamedTuple):
@@ -57,7 +72,7 @@ def comparisons(example: Example, pairing: Pairing) -> list[Comparison]:
     ]
 
 
-def verdicts(example: Example, by: Verdict) -> list[tuple[Response, float]]:
+def verdicts(example: Example, by: Literal["label", "score"]) -> list[tuple[Response, float]]:
     """Return each response with its label, 1 for a good one and 0 for a bad one, or with its score.
 
     Responses without a label count as good if they are the better one of a pair, and as bad if they are the worse one

@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
+
+import numpy as np
 
 from rl_algos.data.config import DataConfig, DatasetConfig
 from rl_algos.data.examples import Dataset, Datasets
@@ -15,14 +17,15 @@ from rl_algos.data.rows.example import Example
 from rl_algos.data.rows.lazily import RowMapping
 from rl_algos.data.rows.learned_flags import check_columns, without_flags
 from rl_algos.data.rows.preference import preference
-from rl_algos.preference.comparison import Pairing, Verdict, comparisons, verdicts
+from rl_algos.preference.comparison import Pairing, StepVerdict, Verdict, comparisons, verdicts
 from rl_algos.preference.config import PreferenceConfig, PreferenceRoot
-from rl_algos.preference.rows import EncodedResponse, JudgedRow, PairRow
+from rl_algos.preference.rows import EncodedResponse, JudgedRow, PairRow, StepsRow
 from rl_algos.sft.conversation import encode_conversation
 from rl_algos.special_tokens import warn_of_special_tokens
 from rl_algos.supervised.data import SupervisedData, longest_row, row_limit, supervised_data
+from rl_algos.token_bytes import ends_of, exact_bytes
 from rl_algos.tokenizer import require_chat_template
-from rl_core.errors import DataError
+from rl_core.errors import ConfigError, DataError
 from rl_core.images import image_digests, image_refs
 from rl_core.rollouts.rollout import Message
 from rl_core.tokenizer import Tokenizer
@@ -31,8 +34,8 @@ _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-PreferenceData: TypeAlias = SupervisedData[PairRow] | SupervisedData[JudgedRow]
-"""Rows to train and validate on: pairs, or single responses with a verdict."""
+PreferenceData: TypeAlias = SupervisedData[PairRow] | SupervisedData[JudgedRow] | SupervisedData[StepsRow]
+"""Rows to train and validate on: pairs, or single responses with a verdict or labels of steps."""
 
 
 def preference_data(
@@ -61,6 +64,8 @@ def preference_data(
     require_chat_template(tokenizer)
     data, policy = config.data, config.policy
     arguments: dict[str, Any] = {"data": data, "tokenizer": tokenizer, "limit": longest_row(data, policy)}
+    if isinstance(by, StepVerdict):
+        return supervised_data(section, data, policy, datasets, partial(steps_rows, **arguments, by=by))
     if by is not None:
         return supervised_data(section, data, policy, datasets, partial(judged_rows, **arguments, by=by))
     paired = partial(pair_rows, **arguments, pairing=section.pairing, needs_margin=needs_margin)
@@ -73,6 +78,10 @@ def preference_reader(
     """Return the reader of the rows of an algorithm; see `preference_data` for the arguments."""
 
     def encode(tokenizer: Tokenizer, example: Example, _settings: DatasetConfig) -> list[Text]:
+        if isinstance(by, StepVerdict):
+            [(response, labels)] = _encode_steps(tokenizer, by, example)
+            shown = " ".join(f"{label:g}" for label in labels[labels >= 0])
+            return [_text(f"response, labels of steps {shown}", response, example)]
         if by is not None:
             judged = _encode_judged(tokenizer, by, example)
             return [_text(f"response, {by} {verdict:g}", response, example) for response, verdict in judged]
@@ -130,7 +139,7 @@ def pair_rows(
 
 
 def judged_rows(
-    dataset: Dataset, data: DataConfig, tokenizer: Tokenizer, limit: int, *, by: Verdict
+    dataset: Dataset, data: DataConfig, tokenizer: Tokenizer, limit: int, *, by: Literal["label", "score"]
 ) -> Sequence[JudgedRow]:
     """Return single responses with a verdict, none longer than `limit` tokens.
 
@@ -139,6 +148,24 @@ def judged_rows(
     """
     found = _encoded(dataset, data, tokenizer, partial(_encode_judged, tokenizer, by), limit)
     return found.flat(lambda row_id, number, count, judged: JudgedRow(_numbered(row_id, number, count), *judged))
+
+
+def steps_rows(
+    dataset: Dataset, data: DataConfig, tokenizer: Tokenizer, limit: int, *, by: StepVerdict
+) -> Sequence[StepsRow]:
+    """Return single responses with labels of their steps, none longer than `limit` tokens.
+
+    Raises:
+        DataError: With the row whose steps have no labels, are not found in its tokens, or that is too long.
+        ConfigError: If the tokenizer's tokens have no bytes of their own, by which steps are found.
+    """
+    if exact_bytes(tokenizer) is None:
+        raise ConfigError(
+            "rm.loss: got process: the bytes of this tokenizer's tokens are not known, so the ends of steps cannot be "
+            "found. Choose a model with a byte-level tokenizer"
+        )
+    found = _encoded(dataset, data, tokenizer, partial(_encode_steps, tokenizer, by), limit)
+    return found.flat(lambda row_id, number, count, steps: StepsRow(_numbered(row_id, number, count), *steps))
 
 
 def _encode_pairs(
@@ -161,7 +188,35 @@ def _encode_pairs(
     return pairs
 
 
-def _encode_judged(tokenizer: Tokenizer, by: Verdict, example: Example) -> list[tuple[EncodedResponse, float]]:
+def _encode_steps(tokenizer: Tokenizer, by: StepVerdict, example: Example) -> list[tuple[EncodedResponse, np.ndarray]]:
+    check_columns(example)
+    check_placed(tokenizer, example)
+    if len(example.responses) != 1 or not example.responses[0].step_labels:
+        raise DataError(
+            "the steps of the row have no labels. Add `completions`, the list of steps, and `labels`, one for each; or "
+            "set `processor` to a function that returns Example(messages, responses=(Response(messages of steps, "
+            "step_labels=...),))"
+        )
+    [response] = example.responses
+    steps = [str(message["content"]).removesuffix(by.step_end) for message in response.messages]
+    whole = {**response.messages[0], "content": by.step_end.join(steps)}
+    encoded = encode_response(tokenizer, example.messages, [whole], example.tools)
+    bytes_of, start = exact_bytes(tokenizer), int(np.argmax(encoded.loss_mask > 0))
+    assert bytes_of is not None
+    places = ends_of(by.step_end, encoded.tokens[start:].tolist(), bytes_of)
+    if len(places) != len(steps):
+        raise DataError(
+            f"the row has {len(steps)} steps, but {len(places)} are found in its tokens by rm.step_end "
+            f"({by.step_end!r}): a step contains this string, or is empty. Set rm.step_end to a string that no step has"
+        )
+    labels = np.full(len(encoded.tokens), -1.0, dtype=np.float32)
+    labels[start + np.array(places)] = response.step_labels
+    return [(encoded, labels)]
+
+
+def _encode_judged(
+    tokenizer: Tokenizer, by: Literal["label", "score"], example: Example
+) -> list[tuple[EncodedResponse, float]]:
     check_columns(example)
     check_placed(tokenizer, example)
     return [

@@ -9,6 +9,7 @@ import numpy as np
 
 from rl_algos.data.encoding import storable
 from rl_algos.images.columns import with_image_column
+from rl_algos.losses.preference import STEP_LABELS
 from rl_core.data.batch import TOKENS, Batch, Column
 from rl_core.data.microbatch import PAIR
 from rl_core.data.ragged import Ragged
@@ -65,6 +66,21 @@ class JudgedRow:
     verdict: float
 
 
+@dataclass(frozen=True)
+class StepsRow:
+    """One response whose steps have labels.
+
+    Args:
+        id: Unique within the run and stable across runs.
+        response: Response with its prompt.
+        labels: float32 `[tokens]`, the label of each step at its last token, and -1 at other tokens.
+    """
+
+    id: str
+    response: EncodedResponse
+    labels: np.ndarray
+
+
 def pair_batch(rows: Sequence[PairRow]) -> Batch:
     """Return two rows for each pair, the chosen one first: tokens, `loss_mask`, `pair`, `is_chosen` uint8 and `margin`
     float32 (0 if it is not known) `[rows]`."""
@@ -83,6 +99,12 @@ def judged_batch(rows: Sequence[JudgedRow]) -> Batch:
     """Return tokens, `loss_mask` and `verdict` float32 `[rows]`."""
     verdicts = np.array([row.verdict for row in rows], dtype=np.float32)
     return _batch([(row.id, row.response) for row in rows]).with_columns({"verdict": verdicts})
+
+
+def steps_batch(rows: Sequence[StepsRow]) -> Batch:
+    """Return tokens, `loss_mask` and `step_labels` float32 `[tokens]`."""
+    labels = Ragged.from_rows([row.labels for row in rows], dtype=np.float32)
+    return _batch([(row.id, row.response) for row in rows]).with_columns({STEP_LABELS: labels})
 
 
 def _batch(responses: Sequence[tuple[str, EncodedResponse]]) -> Batch:

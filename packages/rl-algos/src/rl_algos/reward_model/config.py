@@ -13,9 +13,13 @@ from rl_algos.preference.config import PreferenceConfig, PreferenceRoot
 class RewardModelConfig(PreferenceConfig):
     """A reward model: the policy's architecture with a scalar score head instead of the language-model head."""
 
-    loss: Literal["bradley-terry", "regression"] = "bradley-terry"
+    loss: Literal["bradley-terry", "regression", "process"] = "bradley-terry"
     """Loss of the reward model: `bradley-terry` trains on pairs, so that the better response gets the higher score;
-    `regression` trains on the `score` of each response in the data."""
+    `regression` trains on the `score` of each response in the data; `process` trains on the labels of the steps of a
+    response, so that the score at the end of a step is the logit of its label (a process reward model)."""
+    step_end: str = Field(default="\n\n", min_length=1)
+    """String that is put between the steps of a response with `loss: process`. A judge of such a model needs the same
+    `step_end`."""
     margin: MarginUse = "ignore"
     """How to use the margin of a pair: `ignore` it, `subtract` it from the difference of scores, or `scale` the loss of
     the pair by it. Unless it is ignored, the data must have a `margin`, or scores."""

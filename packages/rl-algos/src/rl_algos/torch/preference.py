@@ -223,6 +223,27 @@ def compute_regression(_loss: described.RegressionLoss, reads: Mapping[str, Tens
     return LossSums({"responses": (scores - rows["verdict"]).square().sum()}, metrics)
 
 
+def compute_process(_loss: described.ProcessLoss, reads: Mapping[str, Tensor], rows: Rows) -> LossSums:
+    """Return sums of a `ProcessLoss` over one microbatch.
+
+    Args:
+        reads: `values` float32 `[tokens]` and `scores` float32 `[rows]`, with gradient.
+        rows: Columns of `loss.columns`.
+    """
+    labels = rows[described.STEP_LABELS]
+    is_end = labels >= 0
+    # The value at a token is the score of the row up to the token before it.
+    scores = reads["values"].roll(-1).index_copy(0, rows.offsets[1:] - 1, reads["scores"].to(reads["values"].dtype))
+    terms = F.binary_cross_entropy_with_logits(scores, labels.clamp(min=0).to(scores.dtype), reduction="none")
+    metrics = {
+        "accuracy": right((2 * labels - 1) * scores.detach()),
+        "score": scores.detach().sigmoid(),
+        "target": labels,
+    }
+    sums = {name: MetricSum(torch.where(is_end, each, 0.0).sum(), "steps") for name, each in metrics.items()}
+    return LossSums({"steps": torch.where(is_end, terms, 0.0).sum()}, sums)
+
+
 def _smoothed(h: Tensor, smoothing: float) -> Tensor:
     return -(1 - smoothing) * F.logsigmoid(h) - smoothing * F.logsigmoid(-h)
 

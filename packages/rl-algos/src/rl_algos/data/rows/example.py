@@ -22,12 +22,15 @@ class Response:
         rank: Place among the responses to the conversation, lower is better; None if they are not ranked.
         score: Higher is better; None if it is not known.
         is_desirable: True if it is a good one; None if it is not known.
+        step_labels: Label of each step of the response, from 0 (wrong) to 1 (right); `messages` is then one message for
+            each step. Empty if its steps have no labels.
     """
 
     messages: tuple[Message, ...]
     rank: float | None = None
     score: float | None = None
     is_desirable: bool | None = None
+    step_labels: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)

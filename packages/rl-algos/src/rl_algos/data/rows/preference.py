@@ -38,6 +38,7 @@ def preference(row: Mapping[str, Any], settings: DatasetConfig) -> Example:
       `score_rejected`) give the difference. UltraFeedback binarized and Tulu 3 have these.
     - `completions`: a list of `{completion, rank}` (lower is better) or `{completion, score}` (higher is better).
     - `completion` with a `label` (whether it is a good one) or a `score`.
+    - `completions`, a list of strings, and `labels`: the steps of one response, each with its label.
 
     The prompt is a string or a list of messages in `prompt`, `messages` or `context`, or in the column `input_key`.
     Whole conversations need none: the messages that both begin with are the prompt. Nor do two strings, if the row has
@@ -46,7 +47,10 @@ def preference(row: Mapping[str, Any], settings: DatasetConfig) -> Example:
     columns = tuple(name for name in row if name in _COLUMNS or name == settings.input_key)
     if "chosen" in row or "rejected" in row:
         return replace(_pair(row, settings), columns=columns)
-    if "completions" in row:
+    responses: tuple[Response, ...]
+    if "completions" in row and "labels" in row:
+        responses, columns = (_steps(row),), (*columns, "labels")
+    elif "completions" in row:
         responses = tuple(_listed(item, index) for index, item in enumerate(_list(row["completions"])))
     elif "completion" in row and ("label" in row or "score" in row):
         messages, label = _response(row["completion"], "completion"), row.get("label")
@@ -166,6 +170,20 @@ def _split_texts(chosen: str, rejected: str) -> tuple[Messages, Messages, Messag
         )
     better, worse = (({"role": "assistant", "content": text},) for text in rest)
     return ({"role": "user", "content": words.strip()},), better, worse
+
+
+def _steps(row: Mapping[str, Any]) -> Response:
+    """Return the response whose steps have labels."""
+    steps, labels = _list(row["completions"]), row["labels"]
+    if not isinstance(labels, list | tuple) or len(labels) != len(steps):
+        raise DataError(f"`labels` must have one label for each of the {len(steps)} steps in `completions`")
+    for label in labels:
+        if not isinstance(label, bool) and not (_is_number(label) and 0 <= label <= 1):
+            raise DataError(f"`labels` must be true, false or numbers from 0 to 1, got {label!r}")
+    messages = [_response(step, f"completions[{index}]") for index, step in enumerate(steps)]
+    if any(len(turns) > 1 for turns in messages):
+        raise DataError("each step in `completions` must be a string")
+    return Response(tuple(turns[0] for turns in messages), step_labels=tuple(map(float, labels)))
 
 
 def _listed(item: Any, index: int) -> Response:

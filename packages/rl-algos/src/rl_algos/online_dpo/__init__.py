@@ -1,0 +1,1 @@
+"""Online DPO: preferences between the policy's own rollouts, by their rewards."""
