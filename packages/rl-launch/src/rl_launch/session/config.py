@@ -288,8 +288,33 @@ class TrackioConfig(Config):
     """Space on the Hugging Face hub to log to, such as `me/runs`. By default metrics stay on this machine."""
 
 
+class SwanLabConfig(Config):
+    """Run in SwanLab."""
+
+    project: str = "rl"
+    """Project of the run."""
+    workspace: str | None = None
+    """User or organization that owns the project. The default is your own workspace."""
+    name: str | None = None
+    """Name of the run. The default is `logger.name`. Group, tags and notes are taken from `logger`."""
+    mode: Literal["online", "offline", "local"] | None = None
+    """Mode of the client. `offline` writes to `logs/swanlab` of the run, for a later upload by `swanlab sync`; `local`
+    is for SwanLab's own board. The default is `SWANLAB_MODE`, or else `online`."""
+
+
+class ClearMLConfig(Config):
+    """Task in ClearML. Its server and credentials come from ClearML's own file or `CLEARML_*` variables."""
+
+    project: str = "rl"
+    """Project of the task."""
+    name: str | None = None
+    """Name of the task. The default is `logger.name`. Tags and notes are taken from `logger`, its group is a tag."""
+    offline: bool = False
+    """Write a session to ClearML's cache instead of a server, to be imported later by `clearml-task`."""
+
+
 class LoggerConfig(Config):
-    """Records of a run: TensorBoard, Weights & Biases, MLflow and rollouts, and the access to them."""
+    """Records of a run: trackers, TensorBoard and rollouts, and the access to them."""
 
     when_changed: ClassVar[WhenChanged | None] = WhenChanged.RESUME
 
@@ -327,6 +352,10 @@ class LoggerConfig(Config):
     """Send metrics to MLflow. Requires rl-launch[mlflow]."""
     trackio_enabled: bool = False
     """Send metrics to trackio. Requires rl-launch[trackio]."""
+    swanlab_enabled: bool = False
+    """Send metrics to SwanLab. Requires rl-launch[swanlab]."""
+    clearml_enabled: bool = False
+    """Send metrics to ClearML. Requires rl-launch[clearml]."""
     monitoring_enabled: bool = False
     """Record the use of cores, memory and GPUs by every machine and worker, and the load of every replica, as
     `system/*` metrics of each step (mean and maximum)."""
@@ -345,6 +374,8 @@ class LoggerConfig(Config):
     wandb: WandbConfig = WandbConfig()
     mlflow: MLflowConfig = MLflowConfig()
     trackio: TrackioConfig = TrackioConfig()
+    swanlab: SwanLabConfig = SwanLabConfig()
+    clearml: ClearMLConfig = ClearMLConfig()
 
     @model_validator(mode="after")
     def _has_rollouts_of_tokens(self) -> LoggerConfig:

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import struct
 import sys
+import zipfile
 from types import SimpleNamespace
 
 import counting_run as counting
@@ -131,6 +132,72 @@ def test_trackio_gets_every_step_and_a_resumed_run_continues_it(tmp_path, instal
     assert capsys.readouterr().out == ""
 
 
+def test_swanlab_gets_every_step_and_a_resumed_run_continues_it(tmp_path, installed, capsys):
+    swanlab = installed("swanlab", of_kind("swanlab"))
+    given = settings(swanlab_enabled=True, swanlab={"workspace": "team", "mode": "offline"}, **LABELS)
+    with pytest.raises(RuntimeError):
+        counting.run(tmp_path, given, at_step=fail)
+    counting.run(tmp_path, given)
+    first, second = swanlab.made
+    expected = {"project": "rl", "workspace": "team", "mode": "offline", "name": "baseline", "resume": "allow"}
+    labels = {"group": "lr", "tags": ["a", "b"], "description": "why"}
+    assert {key: first.settings[key] for key in {**expected, **labels}} == {**expected, **labels}
+    assert first.settings["id"] == second.settings["id"]
+    assert [[step for step, _ in run.rows] for run in swanlab.made] == [[1, 2, 3], [4, 5, 6]]
+    assert capsys.readouterr().out == ""
+
+
+class ClearMLTask:
+    """A task of ClearML, and its class."""
+
+    made: list["ClearMLTask"] = []
+    offline = False
+
+    def __init__(self, **settings):
+        self.settings, self.rows, self.said = settings, [], []
+        self.id = settings["reuse_last_task_id"] or f"task-{len(self.made)}"
+        self.flush = self.set_comment = self.connect_configuration = lambda *_, **__: None
+        self.report_scalar = lambda title, series, value, iteration: self.rows.append((iteration, title))
+        self.mark_failed, self.mark_stopped, self.close = (
+            lambda name=name: self.said.append(name) for name in ("failed", "stopped", "closed")
+        )
+
+    def get_logger(self):
+        return self
+
+    @classmethod
+    def init(cls, **settings):
+        cls.made.append(cls(**settings))
+        return cls.made[-1]
+
+    @classmethod
+    def set_offline(cls, value):
+        cls.offline = value
+
+    @classmethod
+    def is_offline(cls):
+        return cls.offline
+
+
+@pytest.mark.parametrize("offline", [False, True])
+def test_clearml_gets_every_step_and_a_resumed_run_continues_its_task(tmp_path, installed, monkeypatch, offline):
+    monkeypatch.setattr(ClearMLTask, "made", [])
+    monkeypatch.setattr(ClearMLTask, "offline", False)
+    installed("clearml", SimpleNamespace(Task=ClearMLTask))
+    given = settings(clearml_enabled=True, clearml={"offline": offline}, **LABELS)
+    with pytest.raises(RuntimeError):
+        counting.run(tmp_path, given, at_step=fail)
+    counting.run(tmp_path, given, at_step=interrupt)
+    counting.run(tmp_path, given)
+    assert [task.said for task in ClearMLTask.made] == [["failed", "closed"], ["stopped", "closed"], ["closed"]]
+    assert ClearMLTask.made[0].settings["tags"] == ["a", "b", "lr"]
+    reused = [task.settings["reuse_last_task_id"] for task in ClearMLTask.made]
+    assert reused == ([False] * 3 if offline else [False, "task-0", "task-0"])
+    assert [task.settings.get("continue_last_task") for task in ClearMLTask.made[1:]] == [None if offline else 0] * 2
+    steps = [sorted({step for step, _ in task.rows}) for task in ClearMLTask.made]
+    assert steps == [[1, 2, 3], [4], [5, 6]]
+
+
 def test_two_runs_of_one_name_are_two_in_trackio(tmp_path, installed):
     trackio = installed("trackio", of_kind("trackio"))
     for folder in ("a", "b"):
@@ -220,6 +287,7 @@ def test_a_parameter_is_cut_to_what_every_mlflow_takes(tmp_path, installed, valu
 
 # what each tracker is told of a run that fails at step 4, is told to end there, and finishes
 ENDS = {
+    "swanlab": (lambda made: [run.said for run in made], [["crashed"], ["aborted"], ["success"]]),
     "wandb": (lambda made: [run.said for run in made], [[1], ["preempting", 75], [0]]),
     "trackio": (lambda made: [run.said for run in made], [["run failed"], ["run interrupted"], []]),
 }
@@ -346,6 +414,35 @@ def test_weights_and_biases_itself_keeps_how_each_session_ended_and_every_step_o
     steps = [[row["step"] for kind, row in session if kind == "history"] for session in sessions]
     assert steps == [[1, 2, 3], [4], [5, 6]]
     assert [[code for kind, code in session if kind == "exit"] for session in sessions] == [[1], [75], [0]]
+
+
+def test_swanlab_itself_keeps_every_session(tmp_path):
+    pytest.importorskip("swanlab")
+    given = settings(swanlab_enabled=True, swanlab={"mode": "offline"}, **LABELS)
+    with pytest.raises(RuntimeError):
+        counting.run(tmp_path / "run", given, at_step=fail)
+    counting.run(tmp_path / "run", given)
+    [name] = {path.name for path in (tmp_path / "run/logs/swanlab").glob("run-*/run-*.swanlab")}
+    assert name == f"run-{(tmp_path / 'run/logs/swanlab_id').read_text()}.swanlab"
+    assert (tmp_path / "run/logs/swanlab_step").read_text() == "6"
+
+
+def test_clearml_itself_keeps_every_step_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("CLEARML_CACHE_DIR", str(tmp_path / "clearml"))
+    pytest.importorskip("clearml")
+    given = settings(clearml_enabled=True, clearml={"offline": True}, **LABELS)
+    with pytest.raises(RuntimeError):
+        counting.run(tmp_path / "run", given, at_step=fail)
+    counting.run(tmp_path / "run", given)
+    found = []
+    for archive in sorted((tmp_path / "clearml").glob("offline/*.zip"), key=lambda path: path.stat().st_mtime_ns):
+        with zipfile.ZipFile(archive) as file:
+            lines = [
+                line for name in file.namelist() if name.endswith(".jsonl") for line in file.read(name).splitlines()
+            ]
+        events = [event for line in lines for event in json.loads(line)]
+        found.append(sorted({event["iter"] for event in events if event.get("metric") == "train/loss"}))
+    assert found == [[1, 2, 3], [4, 5, 6]]
 
 
 def records_of(path):

@@ -72,7 +72,12 @@ def _translate_training(config: Translation) -> None:
     translate_data(config)
     _translate_environments(config)
     _translate_validation(config)
-    for name, keys in (("wandb", ("project", "name")), ("mlflow", ("experiment_name", "run_name", "tracking_uri"))):
+    named = ("project", "name")
+    for name, keys in {
+        "wandb": named,
+        "mlflow": ("experiment_name", "run_name", "tracking_uri"),
+        "swanlab": named,
+    }.items():
         if not config.get(f"logger.{name}_enabled"):
             config.unneeded(f"logger.{name}", f"logger.{name}_enabled is false")
         for each in keys:

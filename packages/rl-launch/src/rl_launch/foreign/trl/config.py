@@ -13,7 +13,7 @@ from rl_launch.foreign.trl.preferences import translate_preferences
 from rl_launch.foreign.trl.script import HELD_OUT
 from rl_launch.foreign_keys.table import ALGORITHM, Kind, table
 
-_TRACKERS = ("wandb", "mlflow", "tensorboard")
+_TRACKERS = ("wandb", "mlflow", "tensorboard", "trackio", "swanlab", "clearml")
 _FILES = (".csv", ".json", ".jsonl", ".parquet")
 _UNKNOWN_LENGTH = 1000
 """Steps of a decay if neither the file nor the data say how many steps there are."""

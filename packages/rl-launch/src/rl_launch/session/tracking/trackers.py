@@ -1,4 +1,4 @@
-"""Trackers: Weights & Biases, MLflow and trackio. A resumed run continues its run there.
+"""Trackers: Weights & Biases, MLflow, trackio, SwanLab and ClearML. A resumed run continues its run there.
 
 None of them can remove a step, so a step that a resumed run makes again is left out: `logs/NAME_step` of the run
 directory has the last step that a tracker was given.
@@ -34,6 +34,7 @@ _CREDENTIALS = re.compile(r"//[^@/\s]*@")
 
 
 _EXIT_CODES: Mapping[EndStatus, int] = {"finished": 0, "failed": 1, "interrupted": os.EX_TEMPFAIL}
+_SWANLAB_STATES: Mapping[EndStatus, str] = {"finished": "success", "failed": "crashed", "interrupted": "aborted"}
 _MLFLOW_STATUS: Mapping[EndStatus, str] = {"finished": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
 
 _MAX_PARAMETER = 500
@@ -214,6 +215,83 @@ class TrackioWriter:
             if status != "finished":
                 self._run.alert(f"run {status}")
             self._run.finish()
+
+
+class SwanLabWriter:
+    """A SwanLab run, which a resumed run continues."""
+
+    def __init__(self, config: LoggerConfig, run_dir: Path, settings: Config, labels: Labels) -> None:
+        swanlab = importlib.import_module("swanlab")
+        self._given = _GivenSteps(run_dir, "swanlab")
+        with redirect_stdout(sys.stderr):
+            self._run = swanlab.init(
+                project=config.swanlab.project,
+                workspace=config.swanlab.workspace,
+                name=config.swanlab.name or labels.name or run_dir.name,
+                group=labels.group or None,
+                tags=list(labels.tags) or None,
+                description=labels.notes or None,
+                mode=config.swanlab.mode,
+                id=_identity(run_dir, "swanlab_id", lambda: uuid.uuid4().hex[:21]),
+                resume="allow",
+                log_dir=str(run_dir / "logs" / "swanlab"),
+                config=as_written(settings),
+            )
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log one row for a step."""
+        if self._given.is_new(step):
+            self._run.log(dict(metrics), step=step)
+
+    def close(self, status: EndStatus) -> None:
+        """Upload and end."""
+        with redirect_stdout(sys.stderr):
+            self._run.finish(state=_SWANLAB_STATES[status])
+
+
+class ClearMLWriter:
+    """A ClearML task, which a resumed run continues; without a server, each session is a task of its own."""
+
+    def __init__(self, config: LoggerConfig, run_dir: Path, settings: Config, labels: Labels) -> None:
+        task_type = importlib.import_module("clearml").Task
+        self._given = _GivenSteps(run_dir, "clearml")
+        place = run_dir / "logs" / "clearml_id"
+        with redirect_stdout(sys.stderr):
+            if config.clearml.offline:
+                task_type.set_offline(True)
+            known = None if task_type.is_offline() or not place.exists() else place.read_text(encoding="utf-8")
+            # ClearML would add the last step of the task to every later one.
+            earlier = {"reuse_last_task_id": known, "continue_last_task": 0} if known else {"reuse_last_task_id": False}
+            self._task = task_type.init(
+                project_name=config.clearml.project,
+                task_name=config.clearml.name or labels.name or run_dir.name,
+                tags=[*labels.tags, *([labels.group] if labels.group else [])] or None,
+                auto_connect_arg_parser=False,
+                auto_connect_frameworks=False,
+                auto_resource_monitoring=False,
+                auto_connect_streams=False,
+                **earlier,
+            )
+        write_atomically(place, self._task.id)
+        self._task.set_comment(labels.notes)
+        self._task.connect_configuration(as_written(settings), name="config")
+        self._logger = self._task.get_logger()
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log one value for each metric of a step."""
+        if self._given.is_new(step):
+            for name, value in metrics.items():
+                self._logger.report_scalar(name, name, float(value), step)
+
+    def close(self, status: EndStatus) -> None:
+        """Upload and end."""
+        self._task.flush(wait_for_uploads=True)
+        if status == "failed":
+            self._task.mark_failed()
+        elif status == "interrupted":
+            self._task.mark_stopped()
+        with redirect_stdout(sys.stderr):
+            self._task.close()
 
 
 class _GivenSteps:

@@ -21,7 +21,7 @@ from rl_core.install_command import install_command
 from rl_core.run import EndStatus
 from rl_launch.session.config import LoggerConfig
 from rl_launch.session.directory.run_state import Labels
-from rl_launch.session.tracking.trackers import MLflowWriter, TrackioWriter, WandbWriter
+from rl_launch.session.tracking.trackers import ClearMLWriter, MLflowWriter, SwanLabWriter, TrackioWriter, WandbWriter
 
 START_WAIT_S = 20.0
 """Maximum time that a run waits until its writers have started; one that takes longer gets the steps when it has."""
@@ -171,6 +171,8 @@ def open_writers(config: LoggerConfig, run_dir: Path, *, settings: Config, after
         "Weights & Biases": (config.wandb_enabled, lambda: WandbWriter(config, run_dir, settings, labels)),
         "MLflow": (config.mlflow_enabled, lambda: MLflowWriter(config, run_dir, settings, labels)),
         "trackio": (config.trackio_enabled, lambda: TrackioWriter(config, run_dir, settings, labels)),
+        "SwanLab": (config.swanlab_enabled, lambda: SwanLabWriter(config, run_dir, settings, labels)),
+        "ClearML": (config.clearml_enabled, lambda: ClearMLWriter(config, run_dir, settings, labels)),
     }
     if config.tensorboard_enabled:
         # It imports protobuf, which only runs that write need, and torch, which takes a second for values that are
@@ -192,16 +194,14 @@ def check_writers(config: LoggerConfig) -> None:
     Raises:
         ConfigError: naming the extras.
     """
-    wanted = {"wandb": config.wandb_enabled, "mlflow": config.mlflow_enabled, "trackio": config.trackio_enabled}
-    missing = [extra for extra, enabled in wanted.items() if enabled and importlib.util.find_spec(extra) is None]
+    extras = ("wandb", "mlflow", "trackio", "swanlab", "clearml")
+    wanted = [extra for extra in extras if getattr(config, f"{extra}_enabled")]
+    missing = [extra for extra in wanted if importlib.util.find_spec(extra) is None]
     if missing:
         keys = " and ".join(f"logger.{extra}_enabled" for extra in missing)
         is_true, is_missing = ("is true", "is") if len(missing) == 1 else ("are true", "are")
-        extras = ",".join(missing)
-        raise ConfigError(
-            f"{keys} {is_true}, but {' and '.join(missing)} {is_missing} not installed: "
-            f"{install_command(f'rl-launch[{extras}]')}"
-        )
+        command = install_command(f"rl-launch[{','.join(missing)}]")
+        raise ConfigError(f"{keys} {is_true}, but {' and '.join(missing)} {is_missing} not installed: {command}")
 
 
 class TensorBoardWriter:
