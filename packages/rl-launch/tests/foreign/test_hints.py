@@ -27,7 +27,6 @@ def problems(values):
         ("policy__offload_optimizer_for_logprob", False, "NeMo RL"),
         ("checkpointing__checkpoint_dir", "x", " run_dir"),
         ("checkpointing__save_optimizer", True, "NeMo RL"),
-        ("logger__swanlab_enabled", False, "SwanLab"),
         ("logger__num_val_samples_to_print", 3, "rl show"),
         ("policy__megatron_cfg__converter_type", "X", "NeMo RL"),
         ("data__train__seed", 3, "NeMo RL"),
