@@ -165,3 +165,10 @@ def test_a_failure_that_is_not_of_a_removed_checkpoint_ends_the_evaluations(run,
     monkeypatch.setattr(evaluation, "evaluate", evaluate)
     with pytest.raises(OSError, match="no space"):
         list(evaluation.follow(str(run), [f"run_dir={run.parent / 'results'}"]))
+
+
+def test_a_run_that_ends_without_a_checkpoint_cannot_be_followed(run):
+    shutil.rmtree(run / "checkpoints")
+    RunState("failed", step=1).write(run)
+    with pytest.raises(RunDirectoryError, match="has ended without a checkpoint with Hugging Face files"):
+        list(evaluation.follow(str(run)))

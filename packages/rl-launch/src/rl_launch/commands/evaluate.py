@@ -20,7 +20,7 @@ from rl_algos.rollouts.setup import model_judges
 from rl_core.config import option
 from rl_core.environments.instance import instance_of
 from rl_core.environments.trial import Trial
-from rl_core.errors import ConfigError, RolloutsFailed
+from rl_core.errors import ConfigError, RolloutsFailed, RunDirectoryError
 from rl_core.rollouts.group import RolloutGroup
 from rl_core.rollouts.pool import RolloutPool, Ticket
 from rl_core.rollouts.rollout import Prompt
@@ -120,10 +120,14 @@ def follow(
 
     Yields:
         The result of each checkpoint. One that the run has removed meanwhile is left out.
+
+    Raises:
+        RunDirectoryError: If there is no such run, or it ends without a checkpoint.
     """
     path = RunFolder(run).path.resolve()
     folders = [each.removeprefix(RUN_DIR) for each in overrides if each.startswith(RUN_DIR)]
     folder = Path(folders[-1]).expanduser() if folders else path.parent / f"eval-{path.name}"
+    step = 0
     for step in new_checkpoints(path):
         place = folder / f"step_{step}"
         try:
@@ -133,6 +137,11 @@ def follow(
             if (path / "checkpoints" / f"step_{step}").is_dir():
                 raise
             _log.warning("step %d: the run has removed the checkpoint; see checkpointing.keep_top_k", step)
+    if not step:
+        raise RunDirectoryError(
+            f"{path} has ended without a checkpoint with Hugging Face files. See checkpointing.save_period and "
+            "export_period"
+        )
 
 
 def roll_out(
