@@ -66,9 +66,9 @@ def changed(model, edit=lambda config: None, weights=lambda tensors: None):
 
 
 @torch.no_grad()
-def sampled(folder, suffix="", prefix_of=None, **sampling):
-    """Sample rows from a model; `suffix` is added to the prompts and not recorded, and `prefix_of` is the model that
-    has computed keys and values of the prompts."""
+def sampled(folder, suffix="", prefix_of=None, penalty=1.0, **sampling):
+    """Sample rows from a model; `suffix` is added to the prompts and not recorded, `prefix_of` is the model that has
+    computed keys and values of the prompts, and `penalty` is on the tokens that were there before."""
     tokenizer, random = make_tokenizer(), np.random.default_rng(1)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     older = prefix_of and AutoModelForCausalLM.from_pretrained(prefix_of, dtype=torch.float32)
@@ -86,7 +86,9 @@ def sampled(folder, suffix="", prefix_of=None, **sampling):
         for _ in range(NUM_TOKENS):
             logits = model(torch.tensor([read[start:]]), past_key_values=cache, use_cache=cache is not None).logits
             start = len(read) if cache is not None else 0
-            logprobs = processed_logprobs(logits[0, -1].double().numpy(), params)
+            scores = logits[0, -1].double().numpy()
+            scores[read] = np.where(scores[read] > 0, scores[read] / penalty, scores[read] * penalty)
+            logprobs = processed_logprobs(scores, params)
             token = int(random.choice(len(logprobs), p=np.exp(logprobs) / np.exp(logprobs).sum()))
             read.append(token)
             own.append(float(logprobs[token]))
@@ -151,6 +153,13 @@ def scored(folder, rows):
 def test_missing_biases_are_found(tmp_path, model):
     _, (first, *_) = found(tmp_path, model, sampled(changed(model, weights=without_biases)))
     assert (first.cause, first.detail) == ("missing", "v_proj.bias is missing")
+    assert first.closed > 0.99
+
+
+@exhaustive
+def test_a_repetition_penalty_of_one_side_is_found(tmp_path, model):
+    _, (first, *_) = found(tmp_path, model, sampled(model, penalty=1.25))
+    assert (first.cause, first.detail) == ("penalty", "repetition_penalty 1.25 instead of 1")
     assert first.closed > 0.99
 
 

@@ -233,7 +233,6 @@ CAUSES: Mapping[str, tuple[str, str]] = {
         "tokens that the sampler leaves out",
         "Both sides sample from all tokens: end completions by policy.generation.stop_token_ids instead.",
     ),
-    "vocabulary": ("padding of the vocabulary", f"{_OTHER_MODEL}: compare vocab_size with the rows of the head."),
     "prompt": (
         "chat template, or the ends of the prompt",
         (
@@ -249,7 +248,6 @@ CAUSES: Mapping[str, tuple[str, str]] = {
         "tokens made anew from text",
         "Train on the tokens that were sampled, and use one tokenizer (policy.tokenizer.name).",
     ),
-    "shift": ("logprobs of the neighbouring token", "Logprobs are aligned with the wrong tokens: update the engine."),
     "stale": (
         "stale weights",
         (
@@ -280,12 +278,11 @@ CAUSES: Mapping[str, tuple[str, str]] = {
     ),
     "tied_head": ("tied head", "Set policy.hf_config_overrides.tie_word_embeddings to what the files have."),
     "missing": ("weights that one of the two lacks", f"{_OTHER_MODEL}: compare the names in its files."),
-    "layout": ("weights in another order", f"{_OTHER_MODEL}: it was converted for other code."),
     "rope_theta": ("theta of rotary embeddings", f"{_OTHER_MODEL}: set rope_parameters there."),
     "rope_scaling": ("scaling of rotary embeddings", f"{_OTHER_MODEL}: set rope_parameters there."),
     "norm_epsilon": ("epsilon of the norms", f"{_OTHER_MODEL}: set this field there."),
     "router": ("router of the experts", f"{_OTHER_MODEL}: set this field there."),
-    "attention": ("scale or window of attention", f"{_OTHER_MODEL}: set the field of config.json there."),
+    "attention": ("window of attention", f"{_OTHER_MODEL}: set the field of config.json there."),
     "config": ("a field of config.json", f"{_OTHER_MODEL}: set this field there."),
     "head_dtype": (
         "dtype of the head",

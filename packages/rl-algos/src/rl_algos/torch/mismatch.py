@@ -73,13 +73,11 @@ class Sampled(NamedTuple):
         logits: Float32 `[sampled, vocab]`.
         ids: Int64 `[sampled]`.
         before: Int64 `[tokens]` for each of them, the tokens before it in its row.
-        starts: Number of tokens of its row's prompt.
     """
 
     logits: Tensor
     ids: Tensor
     before: Sequence[Tensor]
-    starts: Sequence[int]
 
 
 @dataclass
@@ -87,14 +85,12 @@ class AttentionChange:
     """The alteration of the attention function; nothing by default.
 
     Args:
-        factor: Factor of its scale.
-        window: Number of tokens that a token attends to; None for the model's, 0 for all before it.
+        has_window: False to attend to all tokens before, whatever the model's window is.
         dtype: Dtype that queries, keys and values are rounded to; None for their own.
         of_cache: True to round only keys and values.
     """
 
-    factor: float = 1.0
-    window: int | None = None
+    has_window: bool = True
     dtype: torch.dtype | None = None
     of_cache: bool = False
 
@@ -110,13 +106,9 @@ def _attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: 
         key, value = key.to(change.dtype).to(own), value.to(change.dtype).to(own)
         if not change.of_cache:
             query = query.to(change.dtype).to(own)
-    if change.factor != 1:
-        others["scaling"] = change.factor * (others.get("scaling") or query.shape[-1] ** -0.5)
-    if change.window is not None:
+    if not change.has_window:
         places = torch.arange(key.shape[2], device=key.device)
-        distance = places[-query.shape[2] :, None] - places[None]
-        mask = (distance >= 0) & (distance < (change.window or len(places)))
-        mask = mask[None, None]
+        mask = (places[-query.shape[2] :, None] >= places[None])[None, None]
     return sdpa_attention_forward(module, query, key, value, mask, **others)
 
 
@@ -144,22 +136,6 @@ def _replaced(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None
     finally:
         for name, tensor in own.items():
             held[name].data = tensor
-
-
-@contextmanager
-def _without(module: PreTrainedModel, number: int | None) -> Iterator[None]:
-    """Leave a layer of a model out, if a number is given."""
-    if number is None:
-        yield
-        return
-    # The layers are found by their name: families share it.
-    body: Any = getattr(module, module.base_model_prefix)
-    own = body.layers
-    body.layers = nn.ModuleList([each for place, each in enumerate(own) if place != number])
-    try:
-        yield
-    finally:
-        body.layers = own
 
 
 class MismatchModel:
@@ -303,7 +279,6 @@ class MismatchModel:
         dtype: torch.dtype | None = None,
         fields: Mapping[str, Any] | None = None,
         weights: Mapping[str, Tensor] | None = None,
-        without_layer: int | None = None,
         attention: Mapping[str, Any] | None = None,
         head: Mapping[str, Any] | None = None,
     ) -> Iterator[Sampled]:
@@ -315,14 +290,13 @@ class MismatchModel:
             dtype: Dtype to load the model in.
             fields: Fields of its config.
             weights: Weights by name.
-            without_layer: Number of the layer that is left out.
             attention: Fields of `AttentionChange`.
             head: `dtype` and `weight` to compute the head with, and `is_rounded` for logits rounded to bfloat16.
         """
         if module is None:
             module = self.load(self.case.model, dtype) if dtype else self.rebuilt(**fields) if fields else self.module
         start = 0
-        with _replaced(module, weights or {}), _without(module, without_layer), _attending(**attention or {}):
+        with _replaced(module, weights or {}), _attending(**attention or {}):
             while start < len(rows):
                 end, longest = start, 0
                 while end < len(rows) and (
@@ -337,8 +311,7 @@ class MismatchModel:
                 with self._only(module, number, place - 1, **{"dtype": self._head_dtype, **(head or {})}):
                     found = module(input_ids=ids, use_cache=False).logits[0].float()
                 before = [each.tokens[:place] for each in part for place in each.places.tolist()]
-                starts = [int(each.places[0]) for each in part for _ in each.places]
-                yield Sampled(found, ids[number, place], before, starts)
+                yield Sampled(found, ids[number, place], before)
                 start = end
 
     @staticmethod

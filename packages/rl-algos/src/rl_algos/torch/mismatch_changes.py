@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from safetensors import safe_open
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from rl_algos.rollouts.mismatch import MIN_GAP, MismatchCase
@@ -33,30 +33,8 @@ SETTINGS: Mapping[str, tuple[float, Sequence[float]]] = {
 }
 """Value of each setting of the sampler that changes nothing, and usual ones."""
 
-PENALTIES: Mapping[str, tuple[float, bool, Sequence[float], Callable[[float, Tensor, Tensor], Tensor]]] = {
-    "repetition_penalty": (
-        1.0,
-        False,
-        (1.02, 1.05, 1.1, 1.15, 1.2, 1.3, 1.5),
-        lambda value, logits, counts: torch.where(
-            counts > 0, torch.where(logits > 0, logits / value, logits * value), logits
-        ),
-    ),
-    "presence_penalty": (
-        0.0,
-        True,
-        (0.1, 0.2, 0.5, 1.0, 1.5, 2.0),
-        lambda value, logits, counts: logits - value * (counts > 0),
-    ),
-    "frequency_penalty": (
-        0.0,
-        True,
-        (0.1, 0.2, 0.5, 1.0, 1.5, 2.0),
-        lambda value, logits, counts: logits - value * counts,
-    ),
-}
-"""Value of each penalty that changes nothing, whether it is on the tokens of the completion only, usual values, and
-logits with it, from the counts of the tokens before."""
+PENALTIES = (1.02, 1.05, 1.1, 1.15, 1.2, 1.3, 1.5)
+"""Usual repetition penalties; 1 changes nothing."""
 
 KEPT_FIELDS = (
     *("model_type", "dtype", "torch_dtype", "max_position_embeddings", "use_cache", "tie_word_embeddings"),
@@ -154,43 +132,34 @@ def sampler(reference: MismatchModel) -> Iterator[Change]:
 
 
 def logits(reference: MismatchModel) -> Iterator[Change]:
-    """Penalise the tokens of the row so far, leave tokens out, or pad the vocabulary."""
-    written = _generation_config(reference)
-    for name, (none, of_completion, usual, penalised) in PENALTIES.items():
-        own = written.get(name)
-        values = sorted({*usual, *([float(own)] if isinstance(own, int | float) and own > 0 else [])} - {none})
+    """Penalise the tokens of the row so far, or leave tokens out."""
 
-        def edit(sampled: Sampled, value: float, penalised: Any = penalised, first: bool = of_completion) -> Tensor:
-            counts = torch.zeros_like(sampled.logits)
-            for count, before, start in zip(counts, sampled.before, sampled.starts, strict=True):
-                ids = before[start if first else 0 :].to(count.device)
-                count.index_add_(0, ids, torch.ones(len(ids), device=count.device))
-            changed: Tensor = penalised(value, sampled.logits, counts)
-            return changed
+    def penalised(sampled: Sampled, value: float) -> Tensor:
+        changed = sampled.logits.clone()
+        for row, before in zip(changed, sampled.before, strict=True):
+            ids = before.unique().to(row.device)
+            row[ids] = torch.where(row[ids] > 0, row[ids] / value, row[ids] * value)
+        return changed
 
-        def how(value: float, edit: Any = edit) -> Mapping[str, Any]:
-            return {"logits": partial(edit, value=value)}
-
-        yield from fitted(reference, "penalty", name, none, values, how)
-    size, tokenizer = reference.vocab_size, reference.tokenizer
-    sets = {f"without the end token {each}": ("forbidden", [each]) for each in _ends(reference)}
-    if tokenizer is not None:
-        sets["without special tokens"] = "forbidden", sorted(tokenizer.all_special_ids)
-        sets["without the ids that have no token"] = "vocabulary", list(range(len(tokenizer), size))
-    for detail, (cause, ids) in sets.items():
-        if ids := [each for each in ids if each < size]:
+    # Engines read this file, and the policy does not.
+    own = _generation_config(reference).get("repetition_penalty")
+    values = sorted({*PENALTIES, *([float(own)] if isinstance(own, int | float) and own > 0 else [])} - {1.0})
+    words = "repetition_penalty"
+    yield from fitted(
+        reference, "penalty", words, 1.0, values, lambda value: {"logits": partial(penalised, value=value)}
+    )
+    sets = {f"without the end token {each}": [each] for each in _ends(reference)}
+    if reference.tokenizer is not None:
+        sets["without special tokens"] = sorted(reference.tokenizer.all_special_ids)
+    for detail, ids in sets.items():
+        if ids := [each for each in ids if each < reference.vocab_size]:
 
             def without(sampled: Sampled, ids: Sequence[int] = ids) -> Tensor:
                 own = sampled.ids[:, None]
                 left = sampled.logits.index_fill(1, torch.tensor(ids, device=own.device), -torch.inf)
                 return left.scatter(1, own, sampled.logits.gather(1, own))
 
-            yield Change(cause, detail, {"logits": without})
-    for extra in sorted({-size % multiple for multiple in (64, 128, 256, 512)} - {0}):
-        detail = f"the vocabulary is padded to {size + extra} with logits of 0"
-        yield Change(
-            "vocabulary", detail, {"logits": lambda each, extra=extra: nn.functional.pad(each.logits, (0, extra))}
-        )
+            yield Change("forbidden", detail, {"logits": without})
 
 
 def _generation_config(reference: MismatchModel) -> Mapping[str, Any]:
@@ -211,11 +180,6 @@ def _ends(reference: MismatchModel) -> list[int]:
 
 def tokens(reference: MismatchModel) -> Iterator[Change]:
     """Change the tokens: the prompt as another template writes it, another end, or another tokenisation."""
-    base, is_new = reference.base, np.diff(reference.row_of) > 0
-    after = np.where(np.append(is_new, True), base, np.roll(base, -1))
-    before = np.where(np.insert(is_new, 0, True), base, np.roll(base, 1))
-    yield Change("shift", "each logprob belongs to the token after", lambda: after)
-    yield Change("shift", "each logprob belongs to the token before", lambda: before)
     for end in _ends(reference):
         rows = []
         for row in reference.scored:
@@ -356,7 +320,7 @@ def _with_prefix(reference: MismatchModel, other: PreTrainedModel, size: int) ->
 
 
 def weights(reference: MismatchModel) -> Iterator[Change]:
-    """Leave weights out: biases, norms, a layer; take them in another order, or tie the head."""
+    """Leave biases and norms out, or tie the head."""
     module = reference.module
     held = dict(module.named_parameters()) | dict(module.named_buffers())
     kinds: dict[str, list[str]] = {}
@@ -374,22 +338,6 @@ def weights(reference: MismatchModel) -> Iterator[Change]:
             }
         for detail, change in changes.items():
             yield Change(cause, detail, {"weights": {name: change(held[name].data) for name in names}})
-    for number in range(module.config.num_hidden_layers):
-        yield Change("missing", f"layer {number} is missing", {"without_layer": number})
-    size = getattr(module.config, "head_dim", None)
-    rotated = [name for name in held if name.split(".")[-2:-1] in (["q_proj"], ["k_proj"])]
-    if size and rotated:
-        for detail, shape in {"halves are read as pairs": (2, -1), "pairs are read as halves": (-1, 2)}.items():
-            others = {
-                name: held[name].data.unflatten(0, (-1, size)).unflatten(1, shape).transpose(1, 2).flatten(0, 2)
-                for name in rotated
-            }
-            yield Change("layout", f"rows of q_proj and k_proj: {detail}", {"weights": others})
-    gates = {name: name.replace("gate_proj", "up_proj") for name in held if "gate_proj" in name}
-    if gates:
-        swapped = {**gates, **{other: name for name, other in gates.items()}}
-        how = {"weights": {name: held[other].data for name, other in swapped.items()}}
-        yield Change("layout", "gate_proj and up_proj are swapped", how)
     if not reference.is_tied:
         how = {"head": {"weight": module.get_input_embeddings().weight}}
         yield Change("tied_head", "a head that is tied to the embedding", how)
@@ -468,18 +416,9 @@ def config_fields(reference: MismatchModel) -> Iterator[Change]:
 
 
 def attention(reference: MismatchModel) -> Iterator[Change]:
-    """Change the scale of attention and its window, and the dtype of its inputs."""
-    grid = (0.0625, 0.125, 0.25, 0.5, 0.7, 0.9, 1.1, 1.4, 2.0, 4.0, 8.0, 16.0)
-    yield from fitted(
-        reference, "attention", "scores multiplied by", 1.0, grid, lambda value: {"attention": {"factor": value}}
-    )
-    own = getattr(reference.module.config, "sliding_window", None)
-    longest = max(len(each.tokens) for each in reference.scored)
-    if own:
-        yield Change("attention", f"no window instead of {own} tokens", {"attention": {"window": 0}})
-    for window in (4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096):
-        if window < longest and window != own:
-            yield Change("attention", f"a window of {window} tokens", {"attention": {"window": window}}, fitted=1)
+    """Leave the window of attention out, or change the dtype of its inputs."""
+    if own := getattr(reference.module.config, "sliding_window", None):
+        yield Change("attention", f"no window instead of {own} tokens", {"attention": {"has_window": False}})
     for dtype in {torch.bfloat16, torch.float16, torch.float8_e4m3fn} - {reference.dtype}:
         for what, of_cache in {"keys and values": True, "queries, keys and values": False}.items():
             how = {"attention": {"dtype": dtype, "of_cache": of_cache}}

@@ -419,7 +419,9 @@ def _engines(
     try:
         own = scores(backend.backend)
     except RLError as error:
-        return [], f"the engine could not be started alone, so its settings were not tried: {error}"
+        _log.debug("the engine could not be started alone", exc_info=error)
+        reason = str(error).strip().splitlines()[-1]
+        return [], f"the engine could not score the rows alone, so its settings were not tried: {reason}"
     off = float(np.abs(own - raw).mean())
     if off < MIN_CLOSED * gap.mean:
         return [], (
