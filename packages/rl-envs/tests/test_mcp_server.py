@@ -147,6 +147,20 @@ def test_one_server_may_serve_all_conversations(command):
     assert contents(after) == ['["a", "b", "c"]']
 
 
+def test_a_call_that_ends_a_shared_server_fails_its_own_rollout_only(command):
+    environment = ToolEnvironment([MCPServer(command, is_shared=True)], score)
+    begun = environment.step([said(id, ("keep", {"text": id})) for id in "ab"], [None] * 2)
+    calls = [("be", {"how": "end"}), ("keep", {"text": "a"})]
+    ended, unharmed = environment.step(
+        [said(id, call) for id, call in zip("ba", calls, strict=True)], [begun[1].state, begun[0].state]
+    )
+    assert isinstance(ended, EnvironmentFailure)
+    assert "it is over" in ended.reason
+    assert contents(unharmed) == ['["a"]']
+    [again] = environment.step([said("a", ("keep", {"text": "c"}))], [unharmed.state])
+    assert contents(again) == ['["c"]']
+
+
 def test_a_server_in_a_sandbox_has_nothing_of_the_machine(script):
     sandbox = SandboxConfig(wall_s=60)
     if machine_problem(sandbox):

@@ -186,7 +186,27 @@ class _Session:
         raise ServerFailed(f"{self._server} has more than {MAX_PAGES} pages of tools")
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> tuple[Any, bool]:
-        """Return the result of a tool as text, or as parts with images, and whether it is an error."""
+        """Return the result of a tool as text, or as parts with images, and whether it is an error.
+
+        A shared session may have ended by the call of another conversation. Its server keeps nothing between calls, so
+        a call of this one is made again: in the session that follows, or alone if this call may be the one.
+        """
+        if not self._is_shared:
+            return await self._called(name, arguments)
+        if self.has_ended:
+            return await (await self._server.open()).call(name, arguments)
+        try:
+            return await self._called(name, arguments)
+        except ServerFailed:
+            if not self.has_ended:
+                raise
+        alone = _Session(self._server)
+        try:
+            return await (await alone.started())._called(name, arguments)
+        finally:
+            await alone.close()
+
+    async def _called(self, name: str, arguments: Mapping[str, Any]) -> tuple[Any, bool]:
         from mcp import MCPError
         from mcp.types import REQUEST_TIMEOUT
 
