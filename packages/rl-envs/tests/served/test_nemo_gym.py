@@ -218,6 +218,9 @@ def test_tasks_become_rows(tmp_path):
         DataError, match=r"tasks.jsonl:1: a task of NeMo Gym is an object with `responses_create_params`"
     ):
         load({"data_path": tasks_file(tmp_path, {"prompt": "x"})}, "train")
+    (tmp_path / "deep.jsonl").write_text("[" * 100_000)
+    with pytest.raises(DataError, match=r"deep.jsonl:1: a task of NeMo Gym"):
+        load({"data_path": str(tmp_path / "deep.jsonl")}, "train")
     with pytest.raises(DataError, match="cannot be read: No such file"):
         load({"data_path": str(tmp_path / "none")}, "train")
 

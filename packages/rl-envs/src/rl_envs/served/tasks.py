@@ -30,7 +30,7 @@ def tasks_in(path: str) -> Iterator[dict[str, Any]]:
                     continue
                 try:
                     task = json.loads(line)
-                except ValueError:
+                except (ValueError, RecursionError):
                     task = None
                 if not isinstance(task, dict) or not isinstance(task.get(PARAMETERS), dict):
                     raise DataError(f"{path}:{number}: a task of NeMo Gym is an object with `{PARAMETERS}`")
