@@ -102,6 +102,12 @@ SECTIONS = {
         spoils=True,
         budget_s=900.0,  # an engine for each method
     ),
+    "servers": Section(
+        "gpu_check.servers:check",
+        "HTTP servers of vLLM and SGLang as generators: versions of weights, logprobs, seeds and interruption.",
+        ("torch", "transformers", "safetensors", "aiohttp", "rl_algos.torch.server_generator"),
+        budget_s=900.0,  # two servers start
+    ),
     "resume": Section("gpu_check.resume:check", "A checkpoint, restored in another worker.", DTENSOR),
     "forks": Section("gpu_check.forks:check", "Workers that a fork server starts, on this device.", DTENSOR),
     "megatron": Section(

@@ -662,7 +662,7 @@ class GenerationConfig(Config):
     """Generation: the engine, sampling, its replicas, and how weights reach them."""
 
     backend: str = "vllm"
-    """Name of the generation engine, such as `vllm`."""
+    """Name of the generation engine, such as `vllm`; `server` for HTTP servers that somebody else runs."""
     max_new_tokens: int = Field(default=512, gt=0)
     """Maximum number of tokens to sample in one turn."""
     temperature: float = Field(default=1.0, gt=0)
@@ -719,8 +719,8 @@ class GenerationConfig(Config):
     weight_sync: Annotated[WeightSyncChoice, WhenChanged.RESUME] = "auto"
     """Transport of weights to the generators. `ipc`: through memory of a GPU, or of a node, that policy and generator
     share. `collective`: NCCL, or gloo on CPU. `disk`: through files under `weights/` in the run directory, one version
-    at a time, for generators that share only a file system with the policy. `auto`: `ipc` if memory is shared,
-    otherwise `collective`."""
+    at a time, for generators that share only a file system with the policy, and for servers. `auto`: `ipc` if memory is
+    shared, `disk` for servers, otherwise `collective`."""
     weight_sync_encoding: Annotated[WeightSyncEncoding, WhenChanged.RESUME] = "full"
     """Values that a weight update sends. `full`: all values. `changes`, over `collective` or `disk`: the values whose
     bits changed since the previous update, and all values to a replica that joins or was restarted. In bfloat16 a step

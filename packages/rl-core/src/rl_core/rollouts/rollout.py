@@ -18,6 +18,7 @@ Message = Mapping[str, Any]
 """A chat message: `role`, `content`, and other fields that a chat template reads (tool calls, names)."""
 
 StopReason = Literal["stop", "length", "abort"]
+"""End of a completion: a stop token or string, the token limit, or an interruption."""
 Status = Literal["ok", "truncated", "failed"]
 
 

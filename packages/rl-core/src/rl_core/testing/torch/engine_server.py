@@ -159,8 +159,10 @@ class ScriptedEngineServer:
     async def _vllm_generate(self, body: dict[str, Any]) -> dict[str, Any]:
         tokens, params = body["token_ids"], body["sampling_params"]
         found, reason = await self._sample(body.get("request_id", ""), tokens, params)
-        scores = [None, *self._scores(tokens)] if "prompt_logprobs" in params else None
-        prompt = scores and [score and {str(tokens[place]): {"logprob": score}} for place, score in enumerate(scores)]
+        prompt = None
+        if "prompt_logprobs" in params:
+            scores = zip(tokens[1:], self._scores(tokens), strict=True)
+            prompt = [None, *({str(token): {"logprob": score}} for token, score in scores)]
         choice = {
             "finish_reason": reason,
             "token_ids": [token for token, _ in found],

@@ -102,7 +102,8 @@ def _replace_engine(config: Translation, section: str, backend: str) -> None:
     name = _ENGINES[backend]
     config.put(f"{section}.backend", "vllm")
     config.follows([f"{section}.backend"], f"{section}.backend: vllm, in the place of {name}")
-    config.notes.append(f"{section}.backend: vllm, in the place of {name}, whose settings are not taken over")
+    own = ". To use SGLang, start servers and set policy.generation.backend=server" if backend == "sglang" else ""
+    config.notes.append(f"{section}.backend: vllm, in the place of {name}, whose settings are not taken over{own}")
     size = f"{section}.{_SIZES.get(backend, '')}"
     if backend in _SIZES and config.get(size):
         here = f"{section}.vllm_cfg.tensor_parallel_size"
