@@ -148,8 +148,6 @@ class Judge(Protocol):
         """
 
     async def score(self, messages: Sequence[Message]) -> float:
-        """Return the score of a conversation by a reward model.
-
-        Raises:
-            JudgeFailed: If there is none.
+        """Raise a `JudgeFailed` with the remedy: reward models score rollouts by the entries of `env.NAME.rewards`, when
+        their groups have ended.
         """
