@@ -148,6 +148,6 @@ class Judge(Protocol):
         """
 
     async def score(self, messages: Sequence[Message]) -> float:
-        """Raise a `JudgeFailed` with the remedy: reward models score rollouts by the entries of `env.NAME.rewards`, when
-        their groups have ended.
+        """Raise a `JudgeFailed` with the remedy: reward models score rollouts when their groups have ended, by the
+        entries of `env.NAME.rewards`.
         """
