@@ -45,3 +45,36 @@ def test_a_run_that_diverges_goes_back_and_on_with_a_lower_learning_rate(tmp_pat
     assert rl("train", *arguments).code == 0
     found = {row["step"]: row["train/loss"] for row in rows}
     assert {row["step"]: row["train/loss"] for row in lines_of(branch)}.items() <= found.items()
+
+
+WARMED = "{name: torch.optim.lr_scheduler.LinearLR, kwargs: {start_factor: 0.03, total_iters: 10}}"
+COLLAPSING = (
+    "grpo-arithmetic",
+    *("policy.generation.backend=hf", "cluster.device=cpu", "cluster.cpu_ranks_per_node=1"),
+    *("logger.tensorboard_enabled=false", "grpo.val_period=0", "checkpointing.metric_name=null"),
+    *("checkpointing.keep_top_k=null", "checkpointing.save_period=1", "grpo.num_prompts_per_step=16"),
+    *("grpo.num_generations_per_prompt=8", "policy.train_global_batch_size=128"),
+    *("policy.optimizer.kwargs.lr=0.003", f"policy.scheduler=[{WARMED}]"),
+)
+"""A run that warms up to a learning rate which destroys the policy."""
+
+
+@exhaustive
+def test_a_run_that_would_have_collapsed_ends_above_where_it_was(tmp_path, rl):
+    change = "{policy.optimizer.kwargs.lr: x0.05}"
+    rule = f"{{metric: reward/mean, falls_by: 0.2, patience: 2, action: rollback, change: {change}}}"
+    plain, guarded = tmp_path / "plain", tmp_path / "guarded"
+    for folder, further in (
+        (plain, ["grpo.max_num_steps=12"]),
+        (guarded, ["grpo.max_num_steps=30", f"guardrails.collapse={rule}"]),
+    ):
+        done = rl("train", *COLLAPSING, *further, f"run_dir={folder}")
+        assert done.code == 0, done.output
+    (event,) = json.loads((guarded / "guardrails.json").read_text())
+    assert event["action"] == "rollback"
+    assert event["resumes_after"] == event["onset"] - 2
+    rewards = {folder: [row["reward/mean"] for row in lines_of(folder)] for folder in (plain, guarded)}
+    kept = rewards[guarded][: event["resumes_after"]]
+    assert rewards[plain][: len(kept)] == kept
+    assert sum(rewards[plain][-2:]) / 2 < 0.2
+    assert sum(rewards[guarded][-6:]) / 6 > sum(kept) / len(kept)
