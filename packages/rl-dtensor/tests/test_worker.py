@@ -45,6 +45,7 @@ class TestDTensorWorker(PooledSuite):
     "test_an_export_and_a_transfer_hold_the_same_weights",
     "test_frozen_parameters_stay_and_others_step_at_their_own_rates",
     "test_metrics_are_those_of_the_whole_batch",
+    "test_muon_steps_whole_matrices_and_adamw_the_rest",
     "test_norms_and_biases_are_not_decayed_if_the_config_says_so",
     "test_ranks_name_the_files_they_write_and_none_writes_what_another_steps",
     # ranks of these meshes share all rows, so that none is without

@@ -13,7 +13,7 @@ from rl_core.selfcheck.pooled_model import PooledModel
 from rl_core.selfcheck.torch.oracle import Oracle
 from rl_core.testing.exhaustive import exhaustive, partly_exhaustive
 from rl_core.testing.model_worker import LAYOUTS as BATCHINGS
-from rl_core.testing.model_worker import make_batch
+from rl_core.testing.model_worker import MUON, make_batch
 
 # a learning rate of 1 makes errors of the weights those of the gradients
 PLAIN = OptimizerConfig(name="torch.optim.SGD", kwargs={"lr": 1.0})
@@ -110,3 +110,22 @@ def test_stages_exchange_shapes_only_of_microbatches_of_several_lengths(ranks, e
     assert [count > 0 for count in counts] == [exchanges_shapes] * num_ranks
     for name, value in metrics.items():
         assert trained[name] == pytest.approx(value, rel=1e-5, abs=1e-5), name
+
+
+@exhaustive
+@pytest.mark.parametrize("layout", ["tp2+sp", "pp2", "tp2 pp2+sp"])
+def test_muon_steps_whole_matrices_on_every_layout(ranks, tmp_path, layout):
+    num_ranks, settings = LAYOUTS[layout]
+    folder = write_family(tmp_path / "model", "qwen3")
+    config = ModelConfig(model_name=str(folder), precision="float32", optimizer=MUON)
+    oracle = Oracle(folder)
+    oracle.step_by_muon(MUON)
+    with PooledModel(ranks, "megatron_factories:build", config, ModelSpec(), num_ranks, **settings) as model:
+        for seed in range(3):
+            batch = make_batch(seed=seed)
+            expected = oracle.train_step(batch, TokenLoss(), MUON, 1.0)
+            assert model.train_step(batch, TokenLoss())["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+        model.export(str(tmp_path / "end"))
+    trained = dict(Oracle(tmp_path / "end").model.named_parameters())
+    for name, parameter in oracle.model.named_parameters():
+        np.testing.assert_allclose(trained[name].detach(), parameter.detach(), rtol=1e-5, atol=2e-5, err_msg=name)

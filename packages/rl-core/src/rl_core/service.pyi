@@ -485,10 +485,12 @@ from rl_core.torch.optim.optimizer import build_optimizer as build_optimizer
 from rl_core.torch.optim.optimizer import build_schedule as build_schedule
 from rl_core.torch.optim.optimizer import counts_on_device as counts_on_device
 from rl_core.torch.optim.optimizer import with_fused_step as with_fused_step
+from rl_core.torch.optim.parameters import MatrixPiece as MatrixPiece
 from rl_core.torch.optim.parameters import OptimizedParameter as OptimizedParameter
 from rl_core.torch.optim.parameters import check_patterns as check_patterns
 from rl_core.torch.optim.parameters import describe_parameters as describe_parameters
 from rl_core.torch.optim.parameters import frozen_names as frozen_names
+from rl_core.torch.optim.parameters import is_hidden_matrix as is_hidden_matrix
 from rl_core.torch.optim.parameters import is_norm_or_bias as is_norm_or_bias
 from rl_core.torch.process_group import join_process_group as join_process_group
 from rl_core.torch.process_group import on_all_ranks as on_all_ranks

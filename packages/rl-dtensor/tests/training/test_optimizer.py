@@ -13,6 +13,7 @@ from rl_core.model import ModelSpec
 from rl_core.model_config import ModelConfig, OptimizerConfig, SchedulerConfig
 from rl_core.selfcheck.losses import TokenLoss
 from rl_core.selfcheck.pooled_model import PooledModel
+from rl_core.selfcheck.torch.oracle import Oracle
 from rl_core.testing.exhaustive import exhaustive, partly_exhaustive
 from rl_core.torch.optim.optimizer import build_optimizer, build_schedule
 from rl_dtensor.config import DTensorConfig
@@ -178,6 +179,38 @@ def steps(model, seeds):
 def experts(tmp_path_factory):
     config = AutoConfig.for_model("qwen3_moe", decoder_sparse_step=1, mlp_only_layers=[], norm_topk_prob=True)
     return write_tiny(config, tmp_path_factory.mktemp("experts"))
+
+
+MUON = OptimizerConfig(
+    name="torch.optim.Muon",
+    kwargs={"lr": 0.01, "weight_decay": 0.1, "ns_dtype": "float32", "adamw": {"lr": 1e-3, "eps": 1e-3}},
+)
+
+
+@exhaustive
+@pytest.mark.parametrize(
+    ("num_ranks", "settings"),
+    [
+        (4, {"tensor_parallel_size": 2}),
+        (4, {"expert_parallel_size": 2}),
+        (4, {"dp_replicate_size": 2}),
+        (4, {"pipeline_parallel_size": 2}),
+    ],
+    ids=str,
+)
+def test_muon_steps_each_matrix_of_experts_whole_on_every_mesh(ranks, experts, tmp_path, num_ranks, settings):
+    config = ModelConfig(model_name=str(experts), precision="float32", optimizer=MUON)
+    oracle = Oracle(experts)
+    oracle.step_by_muon(MUON)
+    with PooledModel(ranks, "rl_dtensor.selfcheck:build", config, ModelSpec(), num_ranks, **settings) as model:
+        for seed in range(3):
+            batch = CHECK.batch(seed)
+            expected = oracle.train_step(batch, TokenLoss(), MUON, 1.0)
+            assert model.train_step(batch, TokenLoss())["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+        model.export(str(tmp_path))
+    trained = dict(Oracle(tmp_path).model.named_parameters())
+    for name, parameter in oracle.model.named_parameters():
+        torch.testing.assert_close(trained[name], parameter, rtol=1e-5, atol=2e-5, msg=name)
 
 
 def num_state_bytes(shards):

@@ -279,6 +279,29 @@ def test_earlier_releases_wrote_one_dataset(tmp_path):
     assert answer(found, "data.dataset_name").kind is Kind.FOLLOWS
 
 
+def test_megatron_decays_neither_norms_nor_biases(tmp_path):
+    optimizer = megatron()["policy__megatron_cfg"]["optimizer"]
+    for decay in (0.1, 0.0):
+        found = imported(tmp_path, **megatron(optimizer={**optimizer, "weight_decay": decay})).recipe
+        assert read_plan(found).config.policy.optimizer.decay_norms_and_biases == (decay == 0)
+
+
+def test_muon_of_megatron_steps_as_here(tmp_path):
+    optimizer = {"optimizer": "muon", "lr": 1e-3, "weight_decay": 0.1, "muon_momentum": 0.9, "adam_beta2": 0.95}
+    recipe = imported(tmp_path, **megatron(optimizer=optimizer)).recipe
+    found = read_plan(recipe).config.policy.optimizer
+    assert found.name == "torch.optim.Muon"
+    kwargs = found.kwargs
+    rows, columns = 64, 256
+    # Megatron's own scale is the root of the longer side, and only scales the direction.
+    assert kwargs["lr"] * 0.2 * max(rows, columns) ** 0.5 == pytest.approx(1e-3 * max(rows, columns) ** 0.5)
+    assert kwargs["lr"] * kwargs["weight_decay"] == pytest.approx(1e-3 * 0.1)
+    assert (kwargs["momentum"], kwargs["nesterov"], kwargs["adjust_lr_fn"]) == (0.9, False, "match_rms_adamw")
+    assert kwargs["adamw"] == {"lr": 1e-3, "weight_decay": 0.1, "betas": [0.9, 0.95], "eps": 1e-8}
+    unit = imported(tmp_path, **megatron(optimizer={**optimizer, "muon_scale_mode": "unit_rms_norm"}))
+    assert any("scale mode unit_rms_norm" in feature for feature in unit.features)
+
+
 def test_a_gradient_that_is_not_clipped_stays_so(tmp_path):
     optimizer = megatron()["policy__megatron_cfg"]["optimizer"]
     recipe = imported(tmp_path, **megatron(optimizer={**optimizer, "clip_grad": 0.0})).recipe

@@ -19,6 +19,10 @@ OPTIMIZERS: Mapping[str, frozenset[str]] = {
         ),
         "AdamW": ("lr", "betas", "eps", "weight_decay", "amsgrad", "capturable", "fused", *_SCALING),
         "Adamax": ("lr", "betas", "eps", "weight_decay", "capturable", *_SCALING),
+        "Muon": (
+            *("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn"),
+            *("ns_dtype", "adamw"),
+        ),
         "NAdam": (
             *("lr", "betas", "eps", "weight_decay", "momentum_decay", "decoupled_weight_decay", "capturable"),
             *_SCALING,
@@ -36,8 +40,6 @@ _LIST = "combines schedules, which are a list here"
 
 UNSUPPORTED: Mapping[str, str] = {
     "torch.optim.LBFGS": "computes the loss several times per step, but a training step computes it once",
-    "torch.optim.Muon": "supports only the matrices of hidden layers, but the optimizer receives every parameter, "
-    "including embeddings, heads, norms and biases",
     "torch.optim.SparseAdam": "supports only sparse gradients, but gradients here are dense",
 }
 """Optimizer classes that cannot train a model here, each with the reason."""

@@ -47,6 +47,10 @@ from rl_core.weights import Transport
 TOLERANCE = 1e-5
 SGD = OptimizerConfig(name="torch.optim.SGD", kwargs={"lr": 0.05, "momentum": 0.9})
 ADAMW = OptimizerConfig(name="torch.optim.AdamW", kwargs={"lr": 1e-3, "weight_decay": 0.01})
+MUON = OptimizerConfig(
+    name="torch.optim.Muon",
+    kwargs={"lr": 0.01, "weight_decay": 0.1, "ns_dtype": "float32", "adamw": {"lr": 1e-3, "eps": 1e-3}},
+)
 WARM_UP = [
     SchedulerConfig(name="torch.optim.lr_scheduler.LinearLR", kwargs={"start_factor": 0.5, "total_iters": 2}),
     SchedulerConfig(name="torch.optim.lr_scheduler.ConstantLR", kwargs={"factor": 0.1, "total_iters": 100}),
@@ -466,6 +470,25 @@ class ModelWorkerSuite:
                 self._model(1, **settings)
         with pytest.raises(WorkerError, match="no parameter is left to train"):
             self._model(1, freeze=["model"])
+
+    def test_muon_steps_whole_matrices_and_adamw_the_rest(self, tmp_path: Path) -> None:
+        batches, oracle = [make_batch(seed=seed) for seed in range(3)], self._oracle()
+        oracle.step_by_muon(MUON)
+        with self._model(optimizer=MUON) as model:
+            self._assert_trains_like(model, oracle, batches[:2], TokenLoss())
+            model.save(str(tmp_path / "checkpoint"))
+            expected = model.train_step(batches[2], TokenLoss())
+            model.export(str(tmp_path / "end"))
+        with self._model(optimizer=MUON) as model:
+            model.load(str(tmp_path / "checkpoint"))
+            resumed = model.train_step(batches[2], TokenLoss())
+            model.export(str(tmp_path / "resumed"))
+        assert (resumed["loss"], resumed["grad_norm"]) == (expected["loss"], expected["grad_norm"])
+        oracle.train_step(batches[2], TokenLoss(), SGD, 1.0)
+        end = dict(self._oracle(tmp_path / "end").model.named_parameters())
+        for name, parameter in self._oracle(tmp_path / "resumed").model.named_parameters():
+            assert parameter.equal(end[name]), name
+            self._assert_close(end[name].detach().numpy(), oracle.model.get_parameter(name).detach().numpy(), name)
 
     def test_the_reference_stays_what_it_was(self) -> None:
         batch = make_batch()

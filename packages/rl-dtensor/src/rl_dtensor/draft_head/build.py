@@ -24,7 +24,7 @@ from rl_dtensor.model.kernels import kernel_of
 from rl_dtensor.model.settings import DRAFT_KEY, draft_head_problems
 from rl_dtensor.model.weights import FilePiece, read_into
 from rl_dtensor.model.whole import decoder_layers, model_on_meta
-from rl_dtensor.parallel.fsdp import shard_whole, whole
+from rl_dtensor.parallel.fsdp import local_slices, shard_whole, whole
 from rl_dtensor.parallel.mesh import DTensorMesh
 from rl_dtensor.training.state import DTensorState
 from rl_dtensor.training.step import DTensorModel, DTensorOptimizer, build_sharded_optimizer
@@ -68,7 +68,8 @@ def build_draft_head(
         exported = {**sent, TARGET_TO_DRAFT: is_drafted.index_fill(0, draft_ids, value=True)}
     head = ShardedHead(module, draft_ids)
     check_patterns("draft_head.optimizer.lr_scales", settings.optimizer.lr_scales, list(head.state()))
-    inner = build_sharded_optimizer(settings.optimizer, [head.trained()], describe_parameters([head.module]))
+    described = describe_parameters([head.module], place_of=local_slices)
+    inner = build_sharded_optimizer(settings.optimizer, [head.trained()], described)
     parts = HeadParts(
         folder,
         DraftHeadModel(head, policy, mesh),

@@ -31,7 +31,7 @@ from rl_dtensor.model.vision.vision import Vision
 from rl_dtensor.model.weights import ShardedWeights, persistent
 from rl_dtensor.parallel.body import body_of
 from rl_dtensor.parallel.collectives import to_local
-from rl_dtensor.parallel.fsdp import local
+from rl_dtensor.parallel.fsdp import local, local_slices
 from rl_dtensor.parallel.mesh import DTensorMesh
 
 ADAPTER_DROPOUT = "lora_dropout"
@@ -240,7 +240,9 @@ class ShardedModel:
     def described(self) -> dict[nn.Parameter, OptimizedParameter]:
         """Return the descriptions of all parameters for the optimizer."""
         names = {name: name.replace(".default", "") for chunk in self.chunks for name, _ in chunk.hf.named_parameters()}
-        return describe_parameters([chunk.hf for chunk in self.chunks], {**names, **self.weights.catalog.tied})
+        return describe_parameters(
+            [chunk.hf for chunk in self.chunks], {**names, **self.weights.catalog.tied}, local_slices
+        )
 
     def trained_parts(self) -> list[Tensor]:
         """Return this rank's part of each parameter that trains; gathered parameters are sharded again."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -106,7 +107,11 @@ class MegatronOptimizer:
         self._runs: dict[nn.Parameter, list[tuple[ParameterShard, nn.Parameter]]] = {}
         for shard, main in zip(self.shards, self.parameters, strict=True):
             self._runs.setdefault(shard.parameter, []).append((shard, main))
-        mains = {main: described[parameter] for parameter, runs in self._runs.items() for _, main in runs}
+        mains = {}
+        for shard, main in zip(self.shards, self.parameters, strict=True):
+            found = described[shard.parameter]
+            pieces = None if found.pieces is None else partial(cast("Any", found.pieces), start=shard.start)
+            mains[main] = found._replace(pieces=pieces)
         self.inner = build(self.parameters or [nn.Parameter(torch.zeros(0))], mains)
         self.groups: dict[nn.Parameter, dist.ProcessGroup] = {
             parameter: buffer.data_parallel_group for buffer in self._buffers for parameter in buffer.params

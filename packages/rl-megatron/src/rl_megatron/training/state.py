@@ -90,15 +90,18 @@ class MegatronState:
                 held = parameter.detach().view(-1)[shard.start : shard.stop]
                 self._add(found, MODEL, entry, parameter.shape, shard.start, flat(held))
                 for key, dtype in of_optimizer.items():
-                    run = shard.main if key == MAIN else self._optimizer.inner.state[inner].get(key)
+                    state = self._optimizer.inner.state[inner]
+                    run = shard.main if key == MAIN else state.get(key)
+                    if run is None and state:
+                        continue  # Another optimizer, of embeddings or norms, has this key.
                     if run is None:
                         run = torch.zeros_like(shard.main, dtype=getattr(torch, dtype))
                     self._add(found, key, entry, parameter.shape, shard.start, flat(run))
         return found
 
     def description(self) -> dict[str, Any]:
-        """Return the dtypes of the optimizer's state by its key, and state that is one number per parameter (a step
-        count), by parameter; collective, after `tensors`."""
+        """Return the dtypes of the optimizer's state by its key, the keys of each parameter, and state that is one
+        number per parameter (a step count), by parameter; collective, after `tensors`."""
         mine: dict[str, dict[str, Any]] = {}
         for entry, parameter in self._trained:
             for _, _, state in self._runs(parameter):
@@ -111,7 +114,16 @@ class MegatronState:
         everyone: list[dict[str, dict[str, Any]]] = [{}] * self._mesh.world_size
         dist.all_gather_object(everyone, mine, group=self._mesh.control)
         scalars = {target: numbers for theirs in everyone for target, numbers in theirs.items()}
-        return {"dtypes": self._dtypes, "scalars": scalars}
+        # Parameters of one optimizer may have different keys, such as matrices of Muon and norms of AdamW.
+        mine_aligned = {
+            entry.stored: [key for key, value in state.items() if _is_aligned(value)]
+            for entry, parameter in self._trained
+            for _, _, state in self._runs(parameter)
+        }
+        every_aligned: list[dict[str, list[str]]] = [{}] * self._mesh.world_size
+        dist.all_gather_object(every_aligned, mine_aligned, group=self._mesh.control)
+        aligned = {target: keys for theirs in every_aligned for target, keys in theirs.items()}
+        return {"dtypes": self._dtypes, "scalars": scalars, "aligned": aligned}
 
     def layers(self) -> dict[str, Any]:
         """Return the state that layers keep in addition to their parameters, the scaling history of Transformer
@@ -159,8 +171,11 @@ class MegatronState:
                 numbers = description["scalars"].get(entry.stored, {})
                 state = {key: _restored(value, device) for key, value in numbers.items()}
                 self._optimizer.inner.state[inner] = state
+                keys = description.get("aligned", {}).get(entry.stored, description["dtypes"])
                 for key, dtype in description["dtypes"].items():
                     run = shard.main
+                    if key != MAIN and key not in keys:
+                        continue
                     if key != MAIN:
                         run = state[key] = torch.zeros_like(shard.main, dtype=getattr(torch, dtype))
                     self._add(wanted, key, entry, parameter.shape, shard.start, run.detach())

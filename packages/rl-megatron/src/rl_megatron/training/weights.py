@@ -13,9 +13,17 @@ from megatron.core import parallel_state
 from torch import Tensor, nn
 
 from rl_core.model_config import ModelConfig
+from rl_core.resharding import Box
 from rl_core.torch.files.model_files import OpenWeights, WeightFiles, head_advice
 from rl_core.torch.heads.reads import new_head
-from rl_core.torch.optim.parameters import OptimizedParameter, check_patterns, frozen_names, is_norm_or_bias
+from rl_core.torch.optim.parameters import (
+    MatrixPiece,
+    OptimizedParameter,
+    check_patterns,
+    frozen_names,
+    is_hidden_matrix,
+    is_norm_or_bias,
+)
 from rl_core.torch.training.lora import InitialFactors
 from rl_core.torch.transport.exchange import HeldPart, Holdings
 from rl_core.weights import TensorSpec, buckets, num_bytes
@@ -27,6 +35,7 @@ from rl_megatron.model.model import EMBEDDING, LM_HEAD, ReadingModel
 from rl_megatron.model.precision import hold_in_float32, is_kept, kept_in_float32
 from rl_megatron.parallel.mesh import MegatronMesh
 from rl_megatron.training.gathering import Gathering
+from rl_megatron.training.pieces import rectangles
 
 SCORE = "score.weight"
 BUCKET_BYTES = 64 * 2**20
@@ -79,13 +88,17 @@ class MegatronWeights:
 
     @property
     def described(self) -> dict[nn.Parameter, OptimizedParameter]:
-        """Descriptions of this rank's parameters for the optimizer."""
-        return {
-            parameter: OptimizedParameter(names, all(map(is_norm_or_bias, names)))
-            for entry in self.maps
-            if isinstance(parameter := self.held.get(entry.target), nn.Parameter)
-            for names in [tuple(source.name for source in entry.sources)]
-        }
+        """Descriptions of this rank's parameters for the optimizer, whose pieces are those of flattened parameters."""
+        found: dict[nn.Parameter, OptimizedParameter] = {}
+        for entry in self.maps:
+            if isinstance(parameter := self.held.get(entry.target), nn.Parameter):
+                names = tuple(source.name for source in entry.sources)
+                pieces = None
+                if all(is_hidden_matrix(source.name, source.shape) for source in entry.sources):
+                    boxes = list(held_boxes(entry.split, [each.shape for each in entry.sources], *self.share(entry)))
+                    pieces = partial(_matrices_in, entry.sources, boxes, parameter.shape[1])
+                found[parameter] = OptimizedParameter(names, all(map(is_norm_or_bias, names)), pieces)
+        return found
 
     def choose_trained(self, config: ModelConfig) -> None:
         """Freeze the parameters that `freeze` and `train_only` keep from training, and check the patterns of rates.
@@ -347,3 +360,25 @@ def _slice(whole: Tensor, _: int, slices: tuple[slice, ...]) -> Tensor:
 def _shown(names: Sequence[str]) -> str:
     more = f" and {len(names) - MAX_SHOWN} more" if len(names) > MAX_SHOWN else ""
     return (", ".join(names[:MAX_SHOWN]) or "none") + more
+
+
+def _matrices_in(
+    sources: Sequence[HFTensor], boxes: Sequence[tuple[slice, int, Box]], width: int, run: Tensor, start: int = 0
+) -> Iterator[MatrixPiece]:
+    """Yield the pieces of Hugging Face matrices in a run of a flattened parameter.
+
+    Args:
+        sources: The matrices that the parameter is made of.
+        boxes: Rows of the parameter, the number of their matrix, and their place in it.
+        width: Number of columns of the parameter.
+        run: `[elements]`.
+        start: Start of the run in the flattened parameter.
+    """
+    for rows, index, ((row, _), (column, _)) in boxes:
+        first, last = max(start, rows.start * width), min(start + len(run), rows.stop * width)
+        begin = rows.start * width
+        for (down, right), sizes in rectangles(first - begin, last - begin, (rows.stop - rows.start, width)):
+            element = begin + down * width + right - start
+            values = run[element : element + sizes[0] * sizes[1]].view(sizes)
+            shape = sources[index].shape
+            yield MatrixPiece(sources[index].name, (shape[0], shape[1]), (row + down, column + right), values)

@@ -29,6 +29,52 @@ from rl_core.torch.rows import to_rows
 from rl_core.torch.training.lora import initial_down, is_adapted, is_adapted_stack, refused_by_peft
 from rl_core.user_code import implementation_name
 
+
+class ReferenceMuon(torch.optim.AdamW):
+    """Muon over whole matrices, or stacks of them, in the dtype of the parameters; AdamW over the rest.
+
+    Args:
+        matrices: Parameters of Muon.
+        rest: Parameters of AdamW.
+        adamw: Arguments of AdamW.
+        lr: Learning rate of Muon.
+        weight_decay: Weight decay of Muon.
+    """
+
+    def __init__(
+        self,
+        matrices: Sequence[nn.Parameter],
+        rest: Sequence[nn.Parameter],
+        adamw: Mapping[str, Any],
+        lr: float,
+        weight_decay: float,
+    ) -> None:
+        super().__init__(rest, **adamw)
+        self._matrices, self._lr, self._decay = matrices, lr, weight_decay
+        self._momentum = [torch.zeros_like(matrix) for matrix in matrices]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients."""
+        super().zero_grad(set_to_none)
+        for matrix in self._matrices:
+            matrix.grad = None
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Step all parameters."""
+        super().step(closure)
+        for matrix, momentum in zip(self._matrices, self._momentum, strict=True):
+            assert matrix.grad is not None
+            momentum.mul_(0.95).add_(matrix.grad, alpha=0.05)
+            x = 0.05 * matrix.grad + 0.95 * momentum
+            x = x / torch.linalg.matrix_norm(x, keepdim=True)
+            for _ in range(5):
+                gram = x @ x.mT
+                x = 3.4445 * x - 4.7750 * gram @ x + 2.0315 * gram @ gram @ x
+            ratio = math.sqrt(max(1, matrix.shape[-2] / matrix.shape[-1]))
+            matrix.mul_(1 - self._lr * self._decay).sub_(x, alpha=self._lr * ratio)
+
+
 LINEAR = (nn.Linear.forward, Conv1D.forward)
 """Forward functions of linear layers; the weights of the second are transposed. Routers may inherit from the first, and
 return more than its product."""
@@ -117,6 +163,19 @@ class Oracle:
             if rates[name] > 0
         ]
         self.optimizer = _class_of(optimizer)(groups, **optimizer.kwargs)
+
+    def step_by_muon(self, optimizer: OptimizerConfig) -> None:
+        """Build Muon over all matrices except embedding and head, and AdamW over the rest.
+
+        Args:
+            optimizer: Learning rate and weight decay of Muon, and arguments of AdamW, as `adamw`.
+        """
+        named = dict(self.model.named_parameters())
+        ends = ("embed_tokens", "lm_head", "score.")
+        matrices = [each for name, each in named.items() if each.dim() > 1 and not any(end in name for end in ends)]
+        rest = [each for each in named.values() if all(each is not matrix for matrix in matrices)]
+        settings = {key: value for key, value in optimizer.kwargs.items() if key in ("lr", "weight_decay")}
+        self.optimizer = ReferenceMuon(matrices, rest, settings | optimizer.kwargs.get("adamw", {}), **settings)
 
     def _reads(self, batch: Batch, reads: Sequence[Read], temperature: float) -> Mapping[str, Tensor]:
         names = (TOKENS, *read_columns(reads))

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from itertools import product
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, SequentialLR
 
 from rl_core.model_config import OptimizerConfig, SchedulerConfig
+from rl_core.torch.optim.muon import IS_MATRIX, Muon
 from rl_core.torch.optim.parameters import OptimizedParameter, rate_of
 
 WAYS_TO_STEP = frozenset({"fused", "foreach", "differentiable"})
@@ -59,24 +62,31 @@ def build_optimizer(
         config: Name and arguments of the optimizer.
         groups: Parameters that the optimizer steps together.
         described: Descriptions of the parameters of all groups; only needed for `decay_norms_and_biases` and
-            `lr_scales`.
+            `lr_scales`, and for Muon, which steps the matrices of hidden layers only.
 
     Raises:
         ValueError: If the name is not an optimizer class, or the class does not take these arguments.
     """
     optimizer_class = _class_of(config.name, Optimizer, "optimizer.name")
     known = described or {}
+    kinds: list[dict[str, Any]] = [{}]
+    if optimizer_class is torch.optim.Muon:
+        pieces = {parameter: found.pieces for parameter, found in known.items() if found.pieces is not None}
+        optimizer_class, kinds = partial(Muon, pieces=pieces), [{IS_MATRIX: True}, {IS_MATRIX: False}]
     decays = [True] if config.decay_norms_and_biases else [True, False]
     scales = list(dict.fromkeys([1.0, *config.lr_scales.values()]))
     parts: list[dict[str, Any]] = []
     for group in groups:
-        chosen: dict[tuple[bool, float], list[nn.Parameter]] = {key: [] for key in product(decays, scales)}
+        keys = product(range(len(kinds)), decays, scales)
+        chosen: dict[tuple[int, bool, float], list[nn.Parameter]] = {key: [] for key in keys}
         for parameter in group:
             found = known.get(parameter, _UNNAMED)
+            kind = 0 if len(kinds) == 1 or found.pieces is not None else 1
             decays_it = config.decay_norms_and_biases or not found.is_norm_or_bias
-            chosen[decays_it, rate_of(config, found)].append(parameter)
+            chosen[kind, decays_it, rate_of(config, found)].append(parameter)
         parts += [
-            {"params": held, **({} if decays_it else {"weight_decay": 0.0})} for (decays_it, _), held in chosen.items()
+            {"params": held, **kinds[kind], **({} if decays_it else {"weight_decay": 0.0})}
+            for (kind, decays_it, _), held in chosen.items()
         ]
     optimizer: Optimizer = _built(optimizer_class, config.name, "optimizer", config.kwargs, parts)
     for key, is_set, needed in (

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from rl_core.config import did_you_mean
 from rl_core.model_config import ModelConfig, OptimizerConfig
@@ -16,16 +17,48 @@ _NORMS_AND_BIASES = re.compile(r"bias|layernorm|rmsnorm|(?:^|[._])norm(?:$|\.)")
 """Part of the name of each parameter that the Trainer of transformers does not decay."""
 
 
+_ENDS = re.compile(r"embed|lm_head|(?:^|\.)(?:wte|wpe|score)\.")
+"""Part of the name of each matrix that is not one of a hidden layer."""
+
+
+class MatrixPiece(NamedTuple):
+    """A part of a matrix of the whole model that a rank holds.
+
+    Args:
+        matrix: Name of the matrix, the same on every rank.
+        shape: Shape of the whole matrix.
+        offsets: First row and column of the part.
+        values: `[rows, columns]`, a view of the rank's memory.
+    """
+
+    matrix: str
+    shape: tuple[int, int]
+    offsets: tuple[int, int]
+    values: Tensor
+
+
+Pieces = Callable[[Tensor], Iterable[MatrixPiece]]
+"""Function from this rank's part of a parameter, or of a tensor of its shape, to the matrices in it, as views."""
+
+
 class OptimizedParameter(NamedTuple):
     """What an optimizer has to know of a parameter.
 
     Args:
         names: Names in the Hugging Face model of the tensors that it is made of; several if a backend fuses them.
         is_norm_or_bias: True if it is not decayed if `decay_norms_and_biases` is false.
+        pieces: Function to the matrices of hidden layers that it is made of; None if it is something else.
     """
 
     names: tuple[str, ...]
     is_norm_or_bias: bool
+    pieces: Pieces | None = None
+
+
+def is_hidden_matrix(name: str, shape: Sequence[int]) -> bool:
+    """Return whether a tensor of the whole model is a matrix of a hidden layer, or a stack of such matrices of experts:
+    not an embedding, a head, a convolution or a vector."""
+    return (len(shape) == 2 or (len(shape) == 3 and "expert" in name)) and _ENDS.search(name) is None
 
 
 def is_norm_or_bias(name: str, owner: nn.Module | None = None) -> bool:
@@ -38,21 +71,49 @@ def is_norm_or_bias(name: str, owner: nn.Module | None = None) -> bool:
     return bool(_NORMS_AND_BIASES.search(name.lower())) or "norm" in type(owner).__name__.lower()
 
 
+def matrices_in(name: str, shape: Sequence[int], place: Sequence[slice], part: Tensor) -> Iterator[MatrixPiece]:
+    """Yield the pieces of a matrix, or of each matrix of a stack, in a part of a tensor.
+
+    Args:
+        name: Name of the whole tensor.
+        shape: Shape of the whole tensor.
+        place: Place of the part in it.
+        part: The part.
+    """
+    if part.dim() == 2:
+        offsets = (place[0].start, place[1].start)
+        yield MatrixPiece(name, (shape[0], shape[1]), offsets, part)
+        return
+    for number, matrix in enumerate(part, place[0].start):
+        yield from matrices_in(f"{name}.{number}", shape[1:], place[1:], matrix)
+
+
+def _everything(parameter: Tensor) -> tuple[slice, ...]:
+    return tuple(slice(0, extent) for extent in parameter.shape)
+
+
 def describe_parameters(
-    modules: Iterable[nn.Module], names: Mapping[str, str] | None = None
+    modules: Iterable[nn.Module],
+    names: Mapping[str, str] | None = None,
+    place_of: Callable[[Tensor], tuple[slice, ...]] = _everything,
 ) -> dict[nn.Parameter, OptimizedParameter]:
     """Return the descriptions of the parameters of Hugging Face models, or of parts of one with the names of the whole.
 
     Args:
         modules: The models.
         names: Names of tied parameters to the names that they have in the whole model; None if there are none.
+        place_of: Function from a parameter to the place of this rank's part in it; ranks hold it whole if not given.
     """
-    return {
-        parameter: OptimizedParameter(((names or {}).get(name, name),), is_norm_or_bias(name, owner))
-        for module in modules
-        for prefix, owner in module.named_modules()
-        for name, parameter in owner.named_parameters(prefix, recurse=False)
-    }
+    found: dict[nn.Parameter, OptimizedParameter] = {}
+    for module in modules:
+        for prefix, owner in module.named_modules():
+            for held, parameter in owner.named_parameters(prefix, recurse=False):
+                name = (names or {}).get(held, held)
+                pieces = None
+                if is_hidden_matrix(name, parameter.shape):
+                    pieces = partial(matrices_in, name, parameter.shape, place_of(parameter))
+                found[parameter] = OptimizedParameter((name,), is_norm_or_bias(held, owner), pieces)
+    return found
 
 
 def matches(name: str, pattern: str) -> bool:

@@ -16,7 +16,8 @@ _STATE_OF_FUSED_ADAM = (
 )  # fmt: skip
 """Arguments of FusedAdam that choose how its state is stored."""
 _ADAMW = "torch.optim.AdamW"
-_OPTIMIZERS = {"adam": _ADAMW, "adamw": _ADAMW, "sgd": "torch.optim.SGD"}
+_MUON = "torch.optim.Muon"
+_OPTIMIZERS = {"adam": _ADAMW, "adamw": _ADAMW, "sgd": "torch.optim.SGD", "muon": _MUON, "dist_muon": _MUON}
 _COUNTS = ("total_iters", "T_max", "T_0", "step_size")
 
 
@@ -94,6 +95,32 @@ def _scaled(schedules: Sequence[Mapping[str, Any]], factor: int) -> list[dict[st
     return found
 
 
+def _muon(
+    config: Translation, section: str, arguments: Mapping[str, float], adamw: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the arguments of `torch.optim.Muon` for Megatron's."""
+    values = config.get(section) or {}
+    mode, factor = values.get("muon_scale_mode", "spectral"), values.get("muon_extra_scale_factor", 1.0)
+    if mode not in ("spectral", "shape_scaling"):
+        config.refuse(f"{section}.muon_scale_mode", f"the scale mode {mode} of Muon")
+    if mode == "spectral":
+        factor /= 0.2  # The factor that match_rms_adamw has already.
+    if values.get("muon_tp_mode", "blockwise") == "blockwise":
+        config.notes.append(f"{section}: Muon orthogonalises whole matrices, not the part of each tensor-parallel rank")
+    if values.get("min_lr") and factor != 1:
+        config.notes.append(f"{section}.min_lr: the minimum of Muon and of AdamW, whose learning rates differ")
+    return {
+        # Megatron's scale does not apply to weight decay, which the learning rate multiplies.
+        "lr": arguments["lr"] * factor,
+        "weight_decay": arguments["weight_decay"] / factor,
+        "momentum": values.get("muon_momentum", 0.95),
+        "nesterov": values.get("muon_use_nesterov", False),
+        "ns_steps": values.get("muon_num_ns_steps", 5),
+        "adjust_lr_fn": "match_rms_adamw" if mode == "spectral" else "original",
+        "adamw": {**arguments, **adamw},
+    }
+
+
 def _translate_megatron_optimizer(config: Translation, model: str, updates: int) -> None:
     section = f"{model}.megatron_cfg.optimizer"
     values = config.get(section) or {}
@@ -102,9 +129,14 @@ def _translate_megatron_optimizer(config: Translation, model: str, updates: int)
         config.refuse(f"{section}.optimizer", f"Megatron's optimizer {values.get('optimizer')}")
         return
     arguments: dict[str, Any] = {"lr": values.get("lr", 1e-6), "weight_decay": values.get("weight_decay", 0.0)}
+    adamw = {
+        "betas": [values.get("adam_beta1", 0.9), values.get("adam_beta2", 0.999)],
+        "eps": values.get("adam_eps", 1e-8),
+    }
     if kind == _ADAMW:
-        arguments["betas"] = [values.get("adam_beta1", 0.9), values.get("adam_beta2", 0.999)]
-        arguments["eps"] = values.get("adam_eps", 1e-8)
+        arguments |= adamw
+    elif kind == _MUON:
+        arguments = _muon(config, section, arguments, adamw)
     else:
         arguments["momentum"] = values.get("sgd_momentum", 0.0)
     config.put(f"{model}.optimizer.name", kind)
