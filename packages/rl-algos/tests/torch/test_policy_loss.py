@@ -213,6 +213,21 @@ def test_entropy_is_reported_if_it_is_read_and_the_negative_logprob_always():
     assert read["policy/entropy"].value.item() == pytest.approx(batch.ragged("entropy").values[mask].sum())
 
 
+def test_entropy_and_kl_are_measured_without_any_term_of_the_loss():
+    batch = make_batch()
+    measuring = PolicyLoss(
+        kl=KLPenalty(weight=0.0, measured=True), entropy_bonus=EntropyBonus(weight=0.0, measured=True)
+    )
+    parts = [range(5)]
+    value, gradients = loss_and_gradients(PolicyLoss(), batch, parts)
+    measured, own = loss_and_gradients(measuring, batch, parts)
+    assert measured == value
+    np.testing.assert_array_equal(own["logprobs"], gradients["logprobs"])
+    assert not own["entropy"].any()
+    plain, metrics = (compute(loss, *rows_of(batch, range(5))).metrics for loss in (PolicyLoss(), measuring))
+    assert metrics.keys() - plain.keys() == {"policy/kl", "policy/entropy"}
+
+
 def test_rows_that_sample_nothing_count_as_no_sequence():
     totals = PolicyLoss(positive_example_nll_weight=0.1).totals(make_batch())
     mask = make_batch().ragged("loss_mask")

@@ -97,8 +97,10 @@ class KLPenalty(CheckedConfig):
     """
 
     weight: float = Field(default=0.01, ge=0)
-    """Weight of the KL divergence to the reference policy; with 0, no reference policy is kept. With `target`, the
-    initial weight."""
+    """Weight of the KL divergence to the reference policy; with 0, no reference policy is kept unless `measured` is
+    set. With `target`, the initial weight."""
+    measured: bool = False
+    """With `weight: 0`, keep the reference policy and write the metric `policy/kl` without a penalty."""
     estimator: KLType = "k3"
     """Estimator of the KL divergence. As a term of the loss, k2 has the exact gradient, and the gradient of k3 is
     correct only near the reference; with `unbiased`, k1 and k3 have the exact gradient. k1 is refused without it."""
@@ -126,8 +128,8 @@ class KLPenalty(CheckedConfig):
 
     @property
     def is_in_loss(self) -> bool:
-        """True if the penalty is a term of the loss."""
-        return self.weight > 0 and not self.in_reward
+        """True if the penalty is a term of the loss, or the loss measures the divergence only."""
+        return self.measured or (self.weight > 0 and not self.in_reward)
 
     @property
     def is_in_reward(self) -> bool:
@@ -136,6 +138,8 @@ class KLPenalty(CheckedConfig):
 
     def _problems(self) -> Iterator[Problem]:
         corrections = [key for key in ("unbiased", "from_generation") if getattr(self, key)]
+        if self.measured and self.weight > 0:
+            yield Problem.unused("measured", "with weight above 0, which measures the divergence in any case")
         if self.weight == 0:
             for key in (*corrections, *(["in_reward"] if self.in_reward else [])):
                 yield Problem.unused(key, "with weight=0")
@@ -159,6 +163,8 @@ class EntropyBonus(Config):
     weight: float = Field(default=0.0, ge=0)
     """Weight of the mean entropy of the next token's distribution, which the loss increases; with `target`, the initial
     weight."""
+    measured: bool = False
+    """Without a bonus, write the metric `policy/entropy` nevertheless."""
     target: float | None = Field(default=None, gt=0)
     """Target entropy, below which the bonus applies. Its weight increases by `weight_step` at each step below the
     target and decreases above it (Skywork-OR1, arXiv:2505.22312). If unset, the weight is fixed."""
@@ -167,8 +173,8 @@ class EntropyBonus(Config):
 
     @property
     def is_on(self) -> bool:
-        """True if the loss has the term."""
-        return self.weight > 0 or self.target is not None
+        """True if the loss has the term, or measures the entropy only."""
+        return self.measured or self.weight > 0 or self.target is not None
 
 
 class Filters(Config):

@@ -97,12 +97,14 @@ def _penalties(
     penalties: Tensor | None = None
     if loss.kl is not None:
         kl = reference_kl(loss.kl, sampled.logprobs, sampled.select(sampled.rows["ref_logprobs"]))
-        penalties = loss.kl.weight * weighed(loss.kl, kl, sampled)
+        if loss.kl.weight:
+            penalties = loss.kl.weight * weighed(loss.kl, kl, sampled)
         metrics["policy/kl"] = _token_mean(kl, sampled)
     if loss.entropy_bonus is not None:
         entropy = sampled.select(reads["entropy"])
-        bonus = loss.entropy_bonus.weight * entropy
-        penalties = -bonus if penalties is None else penalties - bonus
+        if loss.entropy_bonus.weight:
+            bonus = loss.entropy_bonus.weight * entropy
+            penalties = -bonus if penalties is None else penalties - bonus
         metrics["policy/entropy"] = _token_mean(entropy, sampled)
     return penalties, metrics
 
