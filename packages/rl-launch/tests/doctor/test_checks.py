@@ -302,3 +302,13 @@ def test_json_keys_are_those_promised():
     }
     assert set(seen) == {"schema", "recipe", "device", "can_run", "checks"}
     assert all(set(each) == {"name", "status", "found", "remedy"} for each in seen["checks"])
+
+
+@pytest.mark.parametrize("problems", [[], ["urls.0: cannot be reached"]])
+def test_servers_that_do_not_answer_keep_a_recipe_from_running(problems):
+    seen = report(FakeMachine(), server_problems=lambda: problems)
+    assert seen.can_run == (not problems)
+    (found,) = (each for each in seen.findings if each.name == "servers")
+    assert (found.status, found.found) == (
+        ("missing", problems[0]) if problems else ("ok", "all servers answer, and serve what the run needs")
+    )

@@ -117,3 +117,17 @@ def test_the_size_comes_from_the_config_with_overrides_and_otherwise_from_the_na
 def test_checkpoints_are_counted_with_the_one_being_written(settings, count):
     needs = needs_of("grpo-math-1b", [f"checkpointing.{each}" for each in settings], num_gpus=0)
     assert needs.num_checkpoints == count
+
+
+def test_servers_elsewhere_are_asked_and_take_no_place_on_the_machine():
+    elsewhere = [
+        "policy.generation.backend=server",
+        "policy.generation.colocated.enabled=false",
+        "policy.generation.server_cfg.urls=[http://127.0.0.1:1]",
+    ]
+    needs = needs_of("grpo-arithmetic", elsewhere, num_gpus=0)
+    (problem,) = needs.server_problems()
+    refused = "the server http://127.0.0.1:1 cannot be reached: "
+    assert problem.startswith(f"policy.generation.server_cfg.urls.0: {refused}")
+    assert (needs.num_engines, names(needs)["generation"]) == (0, "rl-algos[torch]")
+    assert needs_of("grpo-arithmetic", [], num_gpus=0).server_problems is None

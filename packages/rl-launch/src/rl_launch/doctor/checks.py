@@ -286,6 +286,15 @@ def scoring(machine: Machine, needs: Needs) -> Iterator[Diagnosis]:
             )
 
 
+def servers(machine: Machine, needs: Needs) -> Iterator[Diagnosis]:
+    """Check servers that generate elsewhere: that they answer, and were started with what the run needs."""
+    if needs.server_problems is not None:
+        problems = needs.server_problems()
+        yield from (Diagnosis("servers", "missing", problem) for problem in problems)
+        if not problems:
+            yield Diagnosis("servers", "ok", "all servers answer, and serve what the run needs")
+
+
 def open_files(machine: Machine, needs: Needs) -> Iterator[Diagnosis]:
     """Check the limit of open files, which Ray raises as far as it may."""
     _, most = machine.open_files
@@ -401,5 +410,6 @@ CHECKS: Mapping[str, Check] = {
     "open files": open_files,
     "processes": process_limit,
     "environments": scoring,
+    "servers": servers,
 }
 """The checks of `rl doctor`, in its order. The name is shown if the check itself fails."""

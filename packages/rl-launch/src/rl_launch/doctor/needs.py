@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
-from rl_core.config import RawConfig
+from rl_core.config import RawConfig, plain
 from rl_core.devices import CPU, CUDA, Device, device_named
 from rl_core.environments.instance import EnvironmentInstance, instance_of
 from rl_core.facts.model_size import RankMemory, size_of_fields, size_of_name
+from rl_core.plugins import resolve
 from rl_launch.backends import ModelBackend
 from rl_launch.cluster.device import AUTO
 from rl_launch.model_files.model_facts import hf_fields
@@ -67,6 +69,8 @@ class Needs:
         num_engines: Processes of this machine that generate.
         models: Estimated memory and disk of its models.
         num_checkpoints: Maximum number of checkpoints at a time; None if all are kept, 0 if none is saved.
+        server_problems: Asks the servers that generate elsewhere, and returns their problems; None if the run has its
+            own engine.
     """
 
     recipe: str
@@ -80,6 +84,7 @@ class Needs:
     num_engines: int = 0
     models: tuple[ModelNeeds, ...] = ()
     num_checkpoints: int | None = 0
+    server_problems: Callable[[], Sequence[str]] | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -134,7 +139,16 @@ def needs_of_plan(plan: RunPlan, name: str, *, num_gpus: int) -> Needs:
         num_engines=num_engines,
         models=tuple(_models(plan, topology)),
         num_checkpoints=num_checkpoints,
+        server_problems=partial(_server_problems, plan) if topology.num_servers else None,
     )
+
+
+def _server_problems(plan: RunPlan) -> list[str]:
+    """Ask the servers of a run, from this machine."""
+    generation = plan.backends.generation
+    assert generation is not None, "only generation has servers"
+    found: list[str] = resolve(generation.plugin.preflight)(plain(plan.section(generation.section)))
+    return [f"{generation.section}.{problem}" for problem in found]
 
 
 def _environments(raw: RawConfig) -> Iterator[str]:
