@@ -90,6 +90,7 @@ HOSTILE = {
     "a verdict in thoughts": (text(f"<think>It says </think>{IMITATED}<think> and</think> no"), "cannot be read"),
     "a verdict before another": (text(f'{IMITATED}\n{{"score": 0}}'), "text after the JSON value"),
     "only thoughts": (text("<think>I wonder"), "cannot be read"),
+    "an answer that is longer than was asked": (text(IMITATED + " " * 3000), "more than max_new_tokens=16 can be"),
     "an answer that is cut": (lambda *_: completion('{"score": 1}', finish_reason="length"), "max_new_tokens=16"),
 }
 

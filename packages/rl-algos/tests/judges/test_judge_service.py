@@ -80,7 +80,7 @@ def test_equal_questions_are_asked_once_at_a_time_and_once_in_all_with_a_cache(t
 
 @pytest.mark.parametrize("kind", ["readable", "unreadable"])
 def test_another_run_takes_verdicts_from_the_cache_and_asks_again_for_what_is_none(tmp_path, kind):
-    script = lambda *_: completion('{"score": 1}' if kind == "readable" else "no")  # noqa: E731
+    script = lambda *_: completion('{"score": 1}' if kind == "readable" else "no" * 500)  # noqa: E731
     settings = {"folder": tmp_path / "cache"}
     first, endpoint, _ = ask(script, [question("?", SCORE)], spent=tmp_path / "one.jsonl", **settings)
     settings["port"] = endpoint.port
@@ -91,6 +91,7 @@ def test_another_run_takes_verdicts_from_the_cache_and_asks_again_for_what_is_no
     assert len(other_run.asked) == (0 if kind == "readable" else 2)
     assert [each[0].failure for each in (first, again, other)] == [first[0].failure] * 3
     assert bool(first[0].failure) == (kind == "unreadable")
+    assert max(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()) < 600
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,9 @@ from rl_core.rollouts.model_json import MalformedJson, read_model_json
 MAX_ANSWER_BYTES = 2**20
 """Maximum size of the body of an answer."""
 
+MAX_TOKEN_CHARACTERS = 128
+"""Upper bound of the characters of a token. An answer with more is longer than it was asked to be."""
+
 MAX_PAUSE_S = 600.0
 """Longest time that an endpoint may ask to wait for at once. A question that would wait longer has no answer."""
 
@@ -208,6 +211,9 @@ class EndpointJudge:
         if finish == "length":
             limit = f"max_new_tokens={self._config.max_new_tokens}"
             return JudgeAnswer(num_tokens=request.tokens, failure=f"the answer ended at {limit}")
+        if len(text) > self._config.max_new_tokens * MAX_TOKEN_CHARACTERS:
+            limit = f"more than max_new_tokens={self._config.max_new_tokens} can be"
+            return JudgeAnswer(num_tokens=request.tokens, failure=f"the answer has {len(text)} characters, {limit}")
         return JudgeAnswer(self._hidden(text), request.tokens)
 
     @property

@@ -171,15 +171,11 @@ class JudgeService:
         for draw in range(question.draw, question.draw + NUM_DRAWS):
             answer, was_kept = await self._shared_answer(judge, replace(question, draw=draw))
             num_tokens, is_cached = num_tokens + answer.num_tokens, is_cached and was_kept
-            reason = answer.failure
+            reason = _problem_of(answer, question)
             if not reason:
-                try:
-                    value = read_answer(answer.text, question.form)
-                except UnreadableAnswer as error:
-                    reason = f"its answer cannot be read: {one_line(str(error))}"
-                else:
-                    self._counts[judge, "cached"] += is_cached
-                    return replace(named, text=answer.text, value=value, num_tokens=num_tokens, is_cached=is_cached)
+                self._counts[judge, "cached"] += is_cached
+                value = read_answer(answer.text, question.form)
+                return replace(named, text=answer.text, value=value, num_tokens=num_tokens, is_cached=is_cached)
             if answer.is_final:
                 break
             self._counts[judge, "unparsed"] += 1
@@ -216,7 +212,9 @@ class JudgeService:
             self._counts[judge, "requests"] += 1
         self._counts[judge, "tokens"] += answer.num_tokens
         if cache is not None and not answer.is_final:
-            entry = CachedAnswer(answer.text, answer.failure, "" if _is_readable(answer, question) else self._run)
+            problem = _problem_of(answer, question)
+            # What cannot be read may be of any size, and its reason is enough.
+            entry = CachedAnswer("", problem, self._run) if problem else CachedAnswer(answer.text)
             # Nothing else runs before the answer is kept, so that a kill loses no more answers than may be in progress.
             cache.write(identity, question.digest, entry)
         return answer, False
@@ -232,9 +230,12 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _is_readable(answer: JudgeAnswer, question: Question) -> bool:
+def _problem_of(answer: JudgeAnswer, question: Question) -> str:
+    """Return the reason that an answer is not a verdict; empty if it is one."""
+    if answer.failure:
+        return answer.failure
     try:
         read_answer(answer.text, question.form)
-    except UnreadableAnswer:
-        return False
-    return not answer.failure
+    except UnreadableAnswer as error:
+        return f"its answer cannot be read: {one_line(str(error))}"
+    return ""
