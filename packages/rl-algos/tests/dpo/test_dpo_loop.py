@@ -155,4 +155,4 @@ def test_options_of_losses_train_with_what_they_need_of_the_batch(tmp_path, toke
     assert len(set(losses.values())) == len(options), losses
     assert all(metrics[6]["val/accuracy"] == 1.0 for metrics in runs.values())
     assert runs["margin"][1]["train/loss"] == pytest.approx(math.log1p(math.e), abs=1e-6)
-    assert {"train/preference_loss/bco", "val/preference_loss/aot"} <= set(runs["mixed"][1]) | set(runs["mixed"][6])
+    assert {"train/preference_loss_bco", "val/preference_loss_aot"} <= set(runs["mixed"][1]) | set(runs["mixed"][6])

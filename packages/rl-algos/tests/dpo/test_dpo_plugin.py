@@ -144,7 +144,7 @@ def test_a_loss_that_cannot_be_added_is_refused_by_name(name, because):
 
 def test_an_added_loss_has_a_metric_in_validations_too():
     names = PLUGIN.validation_metrics(config("dpo", data=HELD_OUT, added_losses={"bco": {"weight": 1}}))
-    assert {"val/preference_loss/bco", "val/c.jsonl/preference_loss/bco"} <= set(names)
+    assert {"val/preference_loss_bco", "val/c.jsonl/preference_loss_bco"} <= set(names)
 
 
 def test_the_path_of_a_class_is_a_loss_with_its_fields_as_keys(tmp_path):

@@ -203,7 +203,7 @@ def validation_metrics(config: DPORoot) -> list[str] | None:
     name = config.dpo.loss.name
     if is_path(name):
         return None
-    of_pairs = (*_OF_PAIRS, *(f"preference_loss/{each}" for each in dict(config.dpo.added_losses)))
+    of_pairs = (*_OF_PAIRS, *(f"preference_loss_{each}" for each in dict(config.dpo.added_losses)))
     return metrics_of(config.dpo, config.data, _OF_RESPONSES if name == KTO else of_pairs)
 
 

@@ -132,7 +132,7 @@ def compute_pairs(loss: described.PreferenceLoss, reads: Mapping[str, Tensor], r
         if weights is not None:
             values = values * weights[pairs.chosen] * weights[pairs.rejected]
         objective = objective + added.weight * values.sum()
-        metrics["preference_loss" if not place else f"preference_loss/{added.term.name}"] = _mean(values)
+        metrics["preference_loss" if not place else f"preference_loss_{added.term.name}"] = _mean(values)
         if not place:
             metrics |= pairs.metrics(term.beta * compared.better, term.beta * compared.worse)
     if loss.sft_weight:
