@@ -104,14 +104,12 @@ def test_ranks_that_do_not_divide_the_heads_of_a_model_on_this_machine_are_a_pro
     assert "4 attention heads" in problem.reason
 
 
-def test_engines_that_share_experts_need_gpus() -> None:
+def test_engines_that_share_experts_need_a_mixture(tmp_path: Path) -> None:
     engines = VllmConfig(data_parallel_size=2)
-    for device in ("auto", "cuda"):
-        assert problems(device=device, vllm_cfg=engines) == {}
-    for device in ("cpu", "rehearsal"):
-        assert (
-            "is for GPUs" in problems(device=device, vllm_cfg=engines)["generation.vllm_cfg.data_parallel_size"].reason
-        )
+    assert problems(vllm_cfg=engines) == {}
+    for name, expected in (("num_experts", []), ("num_attention_heads", ["generation.vllm_cfg.data_parallel_size"])):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_moe", name: 8}))
+        assert list(problems(str(tmp_path), vllm_cfg=engines)) == expected
 
 
 def test_temperatures_that_vllm_changes_or_refuses_are_problems() -> None:

@@ -27,8 +27,10 @@ from rl_vllm.engine.process_env import FRONT, end_with, forget_cpu_groups, forge
 from rl_vllm.patches.bare_model import without_adapters
 from rl_vllm.patches.draft_files import keep_layers_of_heads, load_drafters_as_configured
 from rl_vllm.patches.expert_layers import complete_routing_on_cpu, leave_out_experts_of_other_ranks_on_cpu
+from rl_vllm.patches.gathered_tokens import exchange_tokens_on_cpu
 from rl_vllm.patches.numbers_of_videos import spell_no_numbers
 from rl_vllm.patches.per_layer_inputs import embed_tokens_for_each_layer
+from rl_vllm.patches.pipeline_buffers import make_pipeline_buffers_on_cpu
 from rl_vllm.patches.ranks_of_node import count_ranks_of_node_on_cpu
 from rl_vllm.patches.rotary_embeddings import flatten_heads_on_cpu
 from rl_vllm.patches.sampling_of_drafts import filter_no_logits, repeat_sampling_parameters_on_cpu
@@ -43,9 +45,11 @@ flatten_heads_on_cpu()
 complete_routing_on_cpu()
 count_ranks_of_node_on_cpu()
 embed_tokens_for_each_layer()
+exchange_tokens_on_cpu()
 keep_layers_of_heads()
 leave_out_experts_of_other_ranks_on_cpu()
 load_drafters_as_configured()
+make_pipeline_buffers_on_cpu()
 repeat_sampling_parameters_on_cpu()
 filter_no_logits()
 name_siglip_weights()

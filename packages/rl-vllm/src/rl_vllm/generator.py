@@ -153,11 +153,6 @@ class VllmGenerator:
         for consequence, problem in found.items():
             if problem:
                 raise GeneratorError(f"{consequence}: {problem}")
-        if backend.data_parallel_size > 1 and not device.runs_on_gpus:
-            raise GeneratorError(
-                f"vllm_cfg.data_parallel_size={backend.data_parallel_size}: on {device.name} vLLM does not exchange "
-                "tokens between engines. Set it to 1, and tensor_parallel_size instead"
-            )
         if self._placement.num_engines > 1 and self._placement.num_nodes > 1:
             raise GeneratorError(
                 "a replica with opponents or judges has several engines, which must be on one node: lower the parallel "

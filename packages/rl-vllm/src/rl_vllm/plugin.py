@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.config import Problem
-from rl_core.devices import DEVICES, Device
+from rl_core.devices import Device
 from rl_core.facts.hf_config import NUM_EXPERTS, num_positions, switches_at
 from rl_core.facts.vllm_readings import scales_read_otherwise
 from rl_core.model_config import ModelConfig, local_family, local_hf_config
@@ -66,10 +66,6 @@ def _architecture(section: Any, config: RunConfig) -> Iterable[Problem]:
     if count > 1 and fields and not any(fields.get(name) for name in NUM_EXPERTS):
         reason = "is for mixtures of experts, and the model has none: engines of a dense model are separate replicas"
         yield Problem(f"{KEY}.data_parallel_size", reason, got=count, remedy="Remove this key")
-    device = DEVICES.get(config.cluster.device)  # `auto` may still become any device.
-    if count > 1 and device is not None and not device.runs_on_gpus:
-        reason = f"is for GPUs: on {device.name} vLLM does not exchange tokens between engines"
-        yield Problem(f"{KEY}.data_parallel_size", reason, got=count, remedy="Set tensor_parallel_size instead")
 
 
 def _sampling(section: Any, config: RunConfig) -> Iterable[Problem]:

@@ -267,10 +267,12 @@ class ShardedWeights:
             num_columns: Number of columns of the whole matrix.
             dtype: Dtype that generators get.
         """
+        device = self._mesh.device  # The part may be in host memory.
         if isinstance(fmt, Float8Format) and part.box[1] != (0, num_columns):
-            largest = largest_of_ranks(largest_values(part.read().to(dtype), "per_channel"), self._mesh.group("tp"))
+            own = largest_values(part.read().to(device, dtype), "per_channel")
+            largest = largest_of_ranks(own, self._mesh.group("tp"))
             fmt = replace(fmt, largest=lambda _: largest)
-        return HeldPart(part.box, lambda: rounded(part.read().to(dtype), fmt))
+        return HeldPart(part.box, lambda: rounded(part.read().to(device, dtype), fmt))
 
     def adapter_specs(self, dtype: str) -> list[TensorSpec]:
         """Return the tensors of `adapters` in their order; collective."""
