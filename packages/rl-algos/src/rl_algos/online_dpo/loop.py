@@ -82,14 +82,15 @@ def paired(batch: Batch, groups: Sequence[RolloutGroup], pairing: Pairing) -> Ba
     """Return two rows for each pair, the better one first, with `pair`, `is_chosen` and `margin`, the difference of
     their rewards `[rows]`.
 
-    Failed rollouts, and those without a token to learn, are in no pair. Of equal rewards, the first rollout counts.
+    Failed rollouts, and those without a token to learn, are in no pair. Of equal rewards, the best is the first rollout
+    and the worst the last.
 
     Args:
         batch: One row for each rollout, from `build_batch`.
         groups: Groups of the rollouts, in the order of the rows.
         pairing: Which pairs to form.
     """
-    learns = np.diff(np.append(0, np.cumsum(batch.ragged(LOSS_MASK).values))[batch.ragged(LOSS_MASK).offsets]) > 0
+    learns = batch.ragged(LOSS_MASK).sums() > 0
     rows: list[int] = []
     margins: list[float] = []
     start = 0
