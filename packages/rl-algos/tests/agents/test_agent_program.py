@@ -178,7 +178,7 @@ def run(base_url, api_key, prompt):
     worker = make_worker(config, function=agent, max_seconds=1.5)
     ([rollout], _) = asyncio.run(play(worker))
     assert rollout.status == "failed"
-    assert "max_rollout_seconds" in rollout.failure
+    assert "max_rollout_s" in rollout.failure
     assert all_end(tmp_path)
 
 

@@ -145,7 +145,7 @@ def test_a_run_is_evaluated_with_the_program_the_time_and_the_stop_tokens_of_its
     dataset = DatasetConfig(data_path=str(file))
     config = make_config(
         data=DataConfig(train=dataset, validation=dataset),
-        grpo=GRPOConfig(rollout_program=f"{agent}:Agent", max_rollout_seconds=5, max_rollout_turns=3),
+        grpo=GRPOConfig(rollout_program=f"{agent}:Agent", max_rollout_s=5, max_rollout_turns=3),
         total=4000,
     )
     prepared = prepared_data(config, tokenizer)

@@ -42,7 +42,7 @@ def problems(algorithm, data=NO_ROWS, *, async_save=False):
         ({}, NO_ROWS, None, {}),
         ({}, ROWS, "data.train", {MENTIONS: ["data.train=[]"]}),
         ({"async_grpo": AsyncConfig()}, NO_ROWS, "grpo.async_grpo.enabled", {"got": False, MENTIONS: ["users"]}),
-        ({"max_rollout_seconds": 5.0}, NO_ROWS, "grpo.max_rollout_seconds", {MENTIONS: ["live.deadline_s"]}),
+        ({"max_rollout_s": 5.0}, NO_ROWS, "grpo.max_rollout_s", {MENTIONS: ["live.deadline_s"]}),
         ({"max_num_epochs": 2}, NO_ROWS, "grpo.max_num_epochs", {"got": 2}),
         ({"use_dynamic_sampling": True}, NO_ROWS, "grpo.use_dynamic_sampling", {"got": True}),
         (

@@ -173,9 +173,9 @@ def _users(settings: RolloutConfig, config: RolloutRoot) -> Iterator[Problem]:
     if not settings.async_grpo.enabled:
         reason = f"must be true with {key}: otherwise users would wait while the policy trains"
         yield Problem(f"{section}.async_grpo.enabled", reason, got=False)
-    if settings.max_rollout_seconds is not None:
+    if settings.max_rollout_s is not None:
         reason = f"has no meaning with {key}, whose rollouts wait for users"
-        yield Problem(f"{section}.max_rollout_seconds", reason, remedy=f"Remove it; see {key}.deadline_s")
+        yield Problem(f"{section}.max_rollout_s", reason, remedy=f"Remove it; see {key}.deadline_s")
     unused = ("over_sampling_ratio", "max_num_epochs", "use_dynamic_sampling")
     for name in unused:
         if is_changed(settings, name):

@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 
 from rl_algos.data.config import DataRoot, DatasetConfig, written_problems
 from rl_algos.evaluation.config import EvaluationConfig
-from rl_core.config import Config, EnvVars, PathText, Problem, ProblemError, WhenChanged, is_changed
+from rl_core.config import Config, EnvVars, PathText, Problem, ProblemError, Rename, WhenChanged, is_changed, moved
 from rl_core.model_config import DraftHeadConfig, GenerationConfig, ModelConfig, TokenizerConfig
 from rl_core.token_filter import TokenFilter
 
@@ -86,7 +86,7 @@ class AgentConfig(Config):
     external: bool = False
     """Let agents that run elsewhere take rollouts: `POST /rollouts` answers with a prompt, a URL and keys, and
     `POST /rollouts/ID/v1/end` ends the rollout. The log shows the address; the key is in a file in `logs/agents` of the
-    run directory. A rollout waits for an agent, and for its end, as long as `max_rollout_seconds` allows."""
+    run directory. A rollout waits for an agent, and for its end, as long as `max_rollout_s` allows."""
     lease_s: Annotated[float, WhenChanged.RESUME] = Field(default=_LEASE_S, gt=0)
     """Seconds without a call after which an external agent loses the rollout that it took: the next agent that asks
     gets it, from its beginning. Any request with one of the rollout's keys begins the time anew, such as
@@ -116,7 +116,7 @@ class AgentConfig(Config):
     """Address of the served policy. Agents on other machines need one of the node's own addresses."""
     grace_s: Annotated[float, WhenChanged.RESUME] = Field(default=5.0, ge=0)
     """Seconds between SIGTERM and SIGKILL when an agent is stopped, after its rollout has ended or taken too long
-    (`max_rollout_seconds`). All processes that it started are ended with it."""
+    (`max_rollout_s`). All processes that it started are ended with it."""
 
     @model_validator(mode="before")
     @classmethod
@@ -141,7 +141,7 @@ class AgentConfig(Config):
             raise ProblemError(Problem("reward", reason, got=self.reward, allowed="posted, environment"))
         if self.lease_s != _LEASE_S and not self.external:
             reason = "has no effect on an agent that the run starts"
-            remedy = "Remove it, or set external: true; max_rollout_seconds limits the time of a rollout"
+            remedy = "Remove it, or set external: true; max_rollout_s limits the time of a rollout"
             raise ProblemError(Problem("lease_s", reason, got=self.lease_s, is_unused=True, remedy=remedy))
         if self.live is not None:
             if not self.external or self.reward != "posted":
@@ -246,6 +246,7 @@ class RolloutConfig(Config):
     """Key of the section in the config of a run; every algorithm sets it."""
     validation_goals: ClassVar[tuple[str, ...]] = ("reward", "accuracy", "mean_length")
     """Values of `stop_at_validation_metric`."""
+    renamed: ClassVar[Mapping[str, Rename]] = {"max_rollout_seconds": moved("max_rollout_s")}
     learns_from_users: ClassVar[bool] = False
     """True if rollouts may be the conversations of users."""
     also_called: ClassVar[Mapping[str, str]] = {
@@ -278,7 +279,7 @@ class RolloutConfig(Config):
     reports the reasons."""
     max_rollout_turns: int = Field(default=1, gt=0)
     """Maximum number of turns of a rollout."""
-    max_rollout_seconds: Annotated[float | None, WhenChanged.RESUME] = Field(default=None, gt=0)
+    max_rollout_s: Annotated[float | None, WhenChanged.RESUME] = Field(default=None, gt=0)
     """Timeout of a rollout in seconds, including all its turns and its waits for the engine; a rollout that takes
     longer fails. If unset, only the calls of its environment have deadlines (`env.<name>.deadline_s`)."""
     rewritten_history: Literal["keep", "split"] | None = None

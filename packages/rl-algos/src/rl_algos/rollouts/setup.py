@@ -67,18 +67,18 @@ def program_needs(
         if settings.rollout_program in TURNS:
             given["structured_output"] = settings.structured_output
         program, args = program_named(settings.rollout_program), {**given, **settings.rollout_program_args}
-        return RolloutNeeds(program, args, environments, settings.max_rollout_seconds)
+        return RolloutNeeds(program, args, environments, settings.max_rollout_s)
     shared = {"config": agent, "max_tokens": max_tokens, "split": settings.renders_anew}
     shared["structured_output"] = settings.structured_output
     if settings.serves_users:
         args = {**shared, "sampling": users, "group_size": settings.num_generations_per_prompt}
-        return RolloutNeeds(LIVE_PROGRAM, args, environments, settings.max_rollout_seconds)
+        return RolloutNeeds(LIVE_PROGRAM, args, environments, settings.max_rollout_s)
     args = {
         **shared,
         "function": None if agent.run is None else code_named(agent.run),
         "files": files_named(agent.files),
     }
-    return RolloutNeeds(AGENT_PROGRAM, args, environments - {SCORED_BY_AGENT}, settings.max_rollout_seconds)
+    return RolloutNeeds(AGENT_PROGRAM, args, environments - {SCORED_BY_AGENT}, settings.max_rollout_s)
 
 
 def first_prompts(data: RolloutData) -> tuple[tuple[int, ...], ...]:

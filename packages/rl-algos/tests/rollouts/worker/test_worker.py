@@ -459,7 +459,7 @@ def test_rollouts_in_progress_sleep_with_the_engine_and_their_time_limit_does_no
     assert [tokens.tolist() for tokens in group.columns.ragged("tokens")] == [[1, 2, 8, 9]] * 2
     spans = ((1, 2),) if keeps_weights else ((1, 1), (2, 1))
     assert group.rollouts.spans == (spans, spans)
-    assert "max_rollout_seconds" in late.rollouts[0].failure
+    assert "max_rollout_s" in late.rollouts[0].failure
     assert not worker._limits
 
 
@@ -721,7 +721,7 @@ def test_a_rollout_past_its_deadline_fails_with_the_reason(make_worker):
 
     environment.step = hang
     group = run(worker, 5)
-    assert "took longer than the 0.01 s that max_rollout_seconds allows" in group.rollouts[0].failure
+    assert "took longer than the 0.01 s that max_rollout_s allows" in group.rollouts[0].failure
     assert len(environment.abandoned) == 1
 
 

@@ -343,7 +343,7 @@ class RolloutWorker:
             await getattr(engine, method)(*args)
 
     async def _interrupt_all(self) -> None:
-        """Interrupt all requests, and stop the clocks of `max_rollout_seconds`."""
+        """Interrupt all requests, and stop the clocks of `max_rollout_s`."""
         await self._generator.pause("interrupt")
         await self._call_opponents("pause", "interrupt")
         now = asyncio.get_running_loop().time()
@@ -483,7 +483,7 @@ class RolloutWorker:
         """Return the rollouts of a play.
 
         Raises:
-            TimeoutError: If it takes longer than `max_rollout_seconds`.
+            TimeoutError: If it takes longer than `max_rollout_s`.
         """
         limit = asyncio.timeout(self._max_seconds)
         try:
@@ -499,7 +499,7 @@ class RolloutWorker:
         except TimeoutError:
             if not limit.expired():
                 raise
-            allowed = f"the {self._max_seconds:g} s that max_rollout_seconds allows"
+            allowed = f"the {self._max_seconds:g} s that max_rollout_s allows"
             raise TimeoutError(f"the rollout took longer than {allowed}") from None
         finally:
             self._limits.discard(limit)
