@@ -49,6 +49,9 @@ def called(name, arguments):
             return {"content": [{"type": "text", "text": "y" * 1_000_000}]}
         case "slow":
             time.sleep(30)
+        case "late end":
+            time.sleep(2)
+            sys.exit(3)
         case "shapeless":
             return {"contents": 3}
         case "noise":
@@ -159,6 +162,10 @@ def test_a_call_that_ends_a_shared_server_fails_its_own_rollout_only(command):
     assert contents(unharmed) == ['["a"]']
     [again] = environment.step([said("a", ("keep", {"text": "c"}))], [unharmed.state])
     assert contents(again) == ['["c"]']
+    impatient, begin = ToolEnvironment([MCPServer(command, is_shared=True, timeout_s=3)], score), time.monotonic()
+    [late] = impatient.step([said("d", ("be", {"how": "late end"}))], [None])
+    assert isinstance(late, EnvironmentFailure)
+    assert time.monotonic() - begin < 9
 
 
 def test_a_server_in_a_sandbox_has_nothing_of_the_machine(script):

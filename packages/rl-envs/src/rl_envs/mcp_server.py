@@ -195,14 +195,20 @@ class _Session:
             return await self._called(name, arguments)
         if self.has_ended:
             return await (await self._server.open()).call(name, arguments)
+        begun = asyncio.get_running_loop().time()
         try:
             return await self._called(name, arguments)
-        except ServerFailed:
+        except ServerFailed as error:
             if not self.has_ended:
                 raise
-        alone = _Session(self._server)
+            failed = error
+        alone, left_s = _Session(self._server), self._server.timeout_s - asyncio.get_running_loop().time() + begun
         try:
-            return await (await alone.started())._called(name, arguments)
+            async with asyncio.timeout(left_s):
+                return await (await alone.started())._called(name, arguments)
+        except TimeoutError:
+            alone._task.cancel()
+            raise failed from None
         finally:
             await alone.close()
 
