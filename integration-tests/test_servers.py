@@ -17,6 +17,8 @@ from rl_core.testing.exhaustive import exhaustive
 from rl_launch.session.directory.exactly_once import prove
 from rl_launch.session.directory.run_folder import RunFolder
 
+pytestmark = pytest.mark.timeout(1200)
+
 STEPS = 4
 APART = ("policy.generation.backend=server", "policy.generation.colocated.enabled=false")
 REWARD = """

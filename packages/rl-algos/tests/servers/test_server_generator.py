@@ -1,8 +1,10 @@
 """A replica that is a server elsewhere: its weights, its versions, and whatever a broken or hostile server answers."""
 
 import asyncio
+import socket
 import time
 from contextlib import closing, contextmanager
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from aiohttp import web
 from safetensors.torch import load_file
 
 from rl_algos.servers.config import ServerConfig
+from rl_algos.servers.engine_server import EngineServer
 from rl_algos.servers.preflight import problems
 from rl_algos.torch.server_generator import ServerGenerator
 from rl_core.devices import CPU
@@ -316,3 +319,14 @@ def test_what_is_not_there_is_named_before_the_run(folders, monkeypatch):
         url = server.url
     (found,) = problems(section(server, folders[0], engine="sglang", urls=[url]))
     assert "cannot be reached" in found
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_a_server_that_never_answers_is_not_waited_for(protocol, folders, monkeypatch):
+    monkeypatch.setattr(EngineServer.ask, "__kwdefaults__", {"timeout_s": 0.3})
+    monkeypatch.setattr(EngineServer.asked, "__kwdefaults__", {"timeout_s": 0.3})
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        (found,) = problems(section(SimpleNamespace(url=url), folders[0], engine=protocol))
+    assert "did not answer /server_info" in found
+    assert found.endswith("within 0.3 s")

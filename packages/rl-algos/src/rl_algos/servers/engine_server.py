@@ -18,6 +18,9 @@ from rl_core.rollouts.generation import GenerationRequest
 TOKEN_BYTES = 512
 """Maximum number of bytes of an answer for each token of a row; vLLM's answers have about 190."""
 
+ANSWER_S = 60.0
+"""Timeout in seconds of answers that no model computes."""
+
 BUSY_S = 600.0
 """Timeout in seconds of a request that a server has no room for."""
 
@@ -115,14 +118,25 @@ class EngineServer(ABC):
         """Return a count that grows while the server samples; None if it has none. Raises `GeneratorError` if the
         server is dead."""
 
-    async def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> HTTPAnswer:
+    async def ask(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float | None = ANSWER_S
+    ) -> HTTPAnswer:
         """Return an answer whatever its status, except statuses of a server that can serve nothing.
+
+        Args:
+            method: GET or POST.
+            path: Path, with its query.
+            body: JSON object.
+            timeout_s: Timeout in seconds; None if the caller bounds the time.
 
         Raises:
             GeneratorError: If there is no answer, or the server redirects or refuses the key.
         """
         try:
-            answer = await (self.server.get(path) if method == "GET" else self.server.post(path, body))
+            async with asyncio.timeout(timeout_s):
+                answer = await (self.server.get(path) if method == "GET" else self.server.post(path, body))
+        except TimeoutError:
+            raise GeneratorError(f"{self} did not answer {path} within {timeout_s:g} s") from None
         except (ServerUnreachable, WrongAnswer) as error:
             raise GeneratorError(str(error)) from None
         if 300 <= answer.status < 400:
@@ -137,11 +151,13 @@ class EngineServer(ABC):
             )
         return answer
 
-    async def asked(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    async def asked(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float | None = ANSWER_S
+    ) -> dict[str, Any]:
         """Return the JSON object of a successful answer; raises `GeneratorError` otherwise."""
-        return self.object_of(await self.ask(method, path, body), path)
+        return self.object_of(await self.ask(method, path, body, timeout_s=timeout_s), path)
 
-    async def requested(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    async def requested(self, path: str, body: Mapping[str, Any], *, timeout_s: float | None = None) -> dict[str, Any]:
         """Return the JSON object that answers a request for tokens. A server without room is asked again.
 
         Raises:
@@ -150,7 +166,7 @@ class EngineServer(ABC):
         """
         loop = asyncio.get_running_loop()
         end, pause_s = loop.time() + BUSY_S, 0.5
-        while (answer := await self.ask("POST", path, body)).status in BUSY:
+        while (answer := await self.ask("POST", path, body, timeout_s=timeout_s)).status in BUSY:
             if loop.time() + pause_s > end:
                 raise GeneratorError(f"{self} has had no room for {BUSY_S:.0f} s: {self.said(answer)}")
             await asyncio.sleep(pause_s)

@@ -54,7 +54,7 @@ class SglangServer(EngineServer):
     async def load(self, folder: str, version: str, timeout_s: float) -> None:
         """See `EngineServer`. SGLang lets requests of others finish first."""
         order = {"model_path": folder, "weight_version": version, "flush_cache": True}
-        answer = await self.asked("POST", "/update_weights_from_disk", order)
+        answer = await self.asked("POST", "/update_weights_from_disk", order, timeout_s=None)
         if answer.get("success") is not True:
             raise GeneratorError(f"{self} did not load {folder}: {str(answer.get('message'))[:300]}")
 

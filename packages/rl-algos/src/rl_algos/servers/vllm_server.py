@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from rl_algos.servers.engine_server import EngineServer, SampledTokens, whole_numbers
+from rl_algos.servers.engine_server import ANSWER_S, EngineServer, SampledTokens, whole_numbers
 from rl_core.errors import GeneratorError
 from rl_core.rollouts.generation import GenerationRequest
 
@@ -43,11 +43,8 @@ class VllmServer(EngineServer):
                 f"{self} has max_model_len={str(room)[:100]}, but policy.max_total_sequence_length is {longest}: use "
                 f"--max-model-len {longest}"
             )
-        await self._checked_generate()
-
-    async def _checked_generate(self) -> None:
         body = {"token_ids": [0], "sampling_params": {"max_tokens": 1, "temperature": 0.0, "detokenize": False}}
-        await self.requested(GENERATE, body)
+        await self.requested(GENERATE, body, timeout_s=ANSWER_S)
 
     async def load(self, folder: str, version: str, timeout_s: float) -> None:
         """See `EngineServer`. Requests of others finish first."""
@@ -60,7 +57,7 @@ class VllmServer(EngineServer):
         await self._do("/resume")
 
     async def _do(self, path: str, body: dict[str, Any] | None = None) -> None:
-        answer = await self.ask("POST", path, body or {})
+        answer = await self.ask("POST", path, body or {}, timeout_s=None)
         if answer.status != 200:
             self.object_of(answer, path)
 
