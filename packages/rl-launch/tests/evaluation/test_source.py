@@ -120,6 +120,11 @@ def test_a_missing_source_is_named(source):
         evaluation_of(source)
 
 
+def test_an_address_is_refused_with_the_keys_of_a_server():
+    with pytest.raises(ConfigError, match=r"server_cfg\.urls=\[http://10\.0\.0\.5:8000/v1\]"):
+        evaluation_of("http://10.0.0.5:8000/v1", tasks=["gsm8k"])
+
+
 def test_checkpoints_are_evaluated_as_they_are_saved_until_the_run_ends(run, tmp_path, monkeypatch, caplog):
     def save(step):
         checkpoint = run / "checkpoints" / f"step_{step}"

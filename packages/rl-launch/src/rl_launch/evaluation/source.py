@@ -85,6 +85,12 @@ def evaluation_of(
     if not source or ("=" in source and not Path(source).exists()):
         name = option("rl eval", "evaluate")
         raise ConfigError(f"{name} needs a model, a run, a recipe or a YAML file; got {source!r} in its place")
+    if source.startswith(("http://", "https://")):
+        raise ConfigError(
+            f"{source} is an address, and an evaluation needs the name of a model, whose tokenizer and files it reads. "
+            f"For a server of vLLM or SGLang: rl eval MODEL policy.generation.backend=server "
+            f"policy.generation.server_cfg.urls=[{source}]. Other APIs return no token ids; they can be judges"
+        )
     path = Path(source).expanduser()
     if is_evaluation(path):
         return GivenEvaluation(read_plan(path / "config.yaml", overrides), path)
