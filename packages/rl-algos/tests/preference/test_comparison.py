@@ -1,7 +1,9 @@
 import pytest
 
+from rl_algos.data.config import DatasetConfig
 from rl_algos.data.rows.example import Example, Response
-from rl_algos.preference.comparison import comparisons, verdicts
+from rl_algos.data.rows.preference import preference
+from rl_algos.preference.comparison import WeighedScores, comparisons, verdicts
 from rl_core.errors import DataError
 
 USER = {"role": "user", "content": "1+1="}
@@ -65,3 +67,13 @@ def test_a_pair_is_a_good_and_a_bad_response():
 def test_what_nobody_judged_is_refused(ask, says):
     with pytest.raises(DataError, match=says):
         ask()
+
+
+def test_scores_of_several_objectives_are_weighed():
+    row = {"prompt": "1+1=", "completion": "2", "helpfulness": 4, "verbosity": 1.5, "id": "a"}
+    example = preference(row, DatasetConfig(data_path="a.jsonl"))
+    [(response, score)] = verdicts(example, WeighedScores({"helpfulness": 0.5, "verbosity": -2.0}))
+    assert response.scores == {"helpfulness": 4.0, "verbosity": 1.5}
+    assert score == -1.0
+    with pytest.raises(DataError, match=r"no score 'coherence', .*its scores are helpfulness, verbosity"):
+        verdicts(example, WeighedScores({"coherence": 1.0}))

@@ -4,6 +4,7 @@ import pytest
 
 from rl_algos.data.config import DataConfig
 from rl_algos.losses.preference import BradleyTerryLoss, ProcessLoss, RegressionLoss
+from rl_algos.preference.comparison import WeighedScores
 from rl_algos.reward_model.algorithm import RewardModel, objective_of
 from rl_algos.reward_model.config import RewardModelConfig
 from rl_algos.reward_model.plugin import PLUGIN
@@ -48,6 +49,15 @@ def test_the_loss_is_as_configured():
 def test_losses_of_single_responses_refuse_settings_of_pairs(loss, unused):
     ((key, problem),) = problems(config(loss=loss, **unused)).items()
     assert (key, problem.is_unused) == (f"rm.{next(iter(unused))}", True)
+
+
+def test_only_regression_reads_weights_of_scores():
+    weighed = config(loss="regression", score_weights={"a": 1.0})
+    assert problems(weighed) == {}
+    assert RewardModel().reads(weighed)[1] == WeighedScores({"a": 1.0})
+    for loss in ("bradley-terry", "process"):
+        ((key, problem),) = problems(config(loss=loss, score_weights={"a": 1.0})).items()
+        assert (key, problem.is_unused) == ("rm.score_weights", True)
 
 
 def test_only_the_loss_of_steps_reads_their_end():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Literal, NamedTuple
@@ -23,8 +25,33 @@ class StepVerdict:
     step_end: str
 
 
-Verdict = Literal["label", "score"] | StepVerdict
-"""How single responses are judged: by a label or a score of the response, or by labels of its steps."""
+@dataclass(frozen=True)
+class WeighedScores:
+    """A score that is the weighted sum of scores for several objectives.
+
+    Args:
+        weights: Weight of each score, by its name.
+    """
+
+    weights: Mapping[str, float]
+
+    def of(self, response: Response) -> float:
+        """Return the score of a response.
+
+        Raises:
+            DataError: If it lacks one of the scores.
+        """
+        if missing := [name for name in self.weights if name not in response.scores]:
+            known = ", ".join(response.scores) or "none"
+            raise DataError(
+                f"the response has no score {missing[0]!r}, which rm.score_weights lists; its scores are {known}. "
+                "Add a column of this name with numbers, or map another one in `columns`"
+            )
+        return math.fsum(weight * response.scores[name] for name, weight in self.weights.items())
+
+
+Verdict = Literal["label", "score"] | StepVerdict | WeighedScores
+"""How single responses are judged: by a label, a score or several scores of the response, or by labels of its steps."""
 
 
 class Comparison(NamedTuple):
@@ -72,7 +99,7 @@ def comparisons(example: Example, pairing: Pairing) -> list[Comparison]:
     ]
 
 
-def verdicts(example: Example, by: Literal["label", "score"]) -> list[tuple[Response, float]]:
+def verdicts(example: Example, by: Literal["label", "score"] | WeighedScores) -> list[tuple[Response, float]]:
     """Return each response with its label, 1 for a good one and 0 for a bad one, or with its score.
 
     Responses without a label count as good if they are the better one of a pair, and as bad if they are the worse one
@@ -86,6 +113,8 @@ def verdicts(example: Example, by: Literal["label", "score"]) -> list[tuple[Resp
             "the row has no responses. Add `completion` with a `label` or a `score`, or set `processor` to a function "
             "that returns Example(messages, responses=...)"
         )
+    if isinstance(by, WeighedScores):
+        return [(response, by.of(response)) for response in example.responses]
     if by == "score":
         scores = [response.score for response in example.responses]
         known = [score for score in scores if score is not None]

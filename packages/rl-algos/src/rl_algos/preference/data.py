@@ -17,7 +17,7 @@ from rl_algos.data.rows.example import Example
 from rl_algos.data.rows.lazily import RowMapping
 from rl_algos.data.rows.learned_flags import check_columns, without_flags
 from rl_algos.data.rows.preference import preference
-from rl_algos.preference.comparison import Pairing, StepVerdict, Verdict, comparisons, verdicts
+from rl_algos.preference.comparison import Pairing, StepVerdict, Verdict, WeighedScores, comparisons, verdicts
 from rl_algos.preference.config import PreferenceConfig, PreferenceRoot
 from rl_algos.preference.rows import EncodedResponse, JudgedRow, PairRow, StepsRow
 from rl_algos.sft.conversation import encode_conversation
@@ -84,7 +84,8 @@ def preference_reader(
             return [_text(f"response, labels of steps {shown}", response, example)]
         if by is not None:
             judged = _encode_judged(tokenizer, by, example)
-            return [_text(f"response, {by} {verdict:g}", response, example) for response, verdict in judged]
+            named = "score" if isinstance(by, WeighedScores) else by
+            return [_text(f"response, {named} {verdict:g}", response, example) for response, verdict in judged]
         pairs = _encode_pairs(tokenizer, section.pairing, needs_margin, example)
         if not pairs:
             raise UnusedRow("no response is better than another")
@@ -139,7 +140,12 @@ def pair_rows(
 
 
 def judged_rows(
-    dataset: Dataset, data: DataConfig, tokenizer: Tokenizer, limit: int, *, by: Literal["label", "score"]
+    dataset: Dataset,
+    data: DataConfig,
+    tokenizer: Tokenizer,
+    limit: int,
+    *,
+    by: Literal["label", "score"] | WeighedScores,
 ) -> Sequence[JudgedRow]:
     """Return single responses with a verdict, none longer than `limit` tokens.
 
@@ -215,7 +221,7 @@ def _encode_steps(tokenizer: Tokenizer, by: StepVerdict, example: Example) -> li
 
 
 def _encode_judged(
-    tokenizer: Tokenizer, by: Literal["label", "score"], example: Example
+    tokenizer: Tokenizer, by: Literal["label", "score"] | WeighedScores, example: Example
 ) -> list[tuple[EncodedResponse, float]]:
     check_columns(example)
     check_placed(tokenizer, example)

@@ -7,7 +7,7 @@ from typing import Any
 
 from rl_algos.losses.preference import BradleyTerryLoss, ProcessLoss, RegressionLoss
 from rl_algos.preference.algorithm import PreferenceAlgorithm
-from rl_algos.preference.comparison import StepVerdict, Verdict
+from rl_algos.preference.comparison import StepVerdict, Verdict, WeighedScores
 from rl_algos.preference.rows import judged_batch, pair_batch, steps_batch
 from rl_algos.reward_model.config import RewardModelConfig, RewardModelRoot
 from rl_algos.supervised.loop import RowObjective, train
@@ -18,7 +18,9 @@ class RewardModel(PreferenceAlgorithm[RewardModelRoot]):
     """Training of a reward model."""
 
     def reads(self, config: RewardModelRoot) -> tuple[RewardModelConfig, Verdict | None, bool]:
-        by: dict[str, Verdict] = {"regression": "score", "process": StepVerdict(config.rm.step_end)}
+        weights = config.rm.score_weights
+        scored: Verdict = WeighedScores(weights) if weights else "score"
+        by: dict[str, Verdict] = {"regression": scored, "process": StepVerdict(config.rm.step_end)}
         return config.rm, by.get(config.rm.loss), config.rm.margin != "ignore"
 
     def run(self, config: RewardModelRoot, components: Components, run: Run) -> None:

@@ -17,6 +17,10 @@ class RewardModelConfig(PreferenceConfig):
     """Loss of the reward model: `bradley-terry` trains on pairs, so that the better response gets the higher score;
     `regression` trains on the `score` of each response in the data; `process` trains on the labels of the steps of a
     response, so that the score at the end of a step is the logit of its label (a process reward model)."""
+    score_weights: dict[str, float] = {}
+    """Weights of the scores for several objectives that each response of the data has, by the names of their columns,
+    such as `{helpfulness: 0.65, correctness: 0.8}`. With `loss: regression`, the score to learn is their weighted sum;
+    if empty, the column `score`."""
     step_end: str = Field(default="\n\n", min_length=1)
     """String that is put between the steps of a response with `loss: process`. A judge of such a model needs the same
     `step_end`."""

@@ -23,6 +23,8 @@ def check(config: RewardModelRoot) -> Iterator[Problem]:
     rm = config.rm
     if rm.loss != "process" and is_changed(rm, "step_end"):
         yield Problem.unused("rm.step_end", f"with rm.loss={rm.loss}, which does not use steps")
+    if rm.loss != "regression" and rm.score_weights:
+        yield Problem.unused("rm.score_weights", f"with rm.loss={rm.loss}, which does not use scores")
     if rm.loss == "bradley-terry":
         return
     # Other losses learn from single responses, so keys of pairs have no effect.

@@ -21,6 +21,7 @@ class Response:
         messages: Messages that follow the conversation; the first is the assistant's.
         rank: Place among the responses to the conversation, lower is better; None if they are not ranked.
         score: Higher is better; None if it is not known.
+        scores: Scores for several objectives, by name.
         is_desirable: True if it is a good one; None if it is not known.
         step_labels: Label of each step of the response, from 0 (wrong) to 1 (right); `messages` is then one message for
             each step. Empty if its steps have no labels.
@@ -29,6 +30,7 @@ class Response:
     messages: tuple[Message, ...]
     rank: float | None = None
     score: float | None = None
+    scores: Mapping[str, float] = field(default_factory=dict)
     is_desirable: bool | None = None
     step_labels: tuple[float, ...] = ()
 

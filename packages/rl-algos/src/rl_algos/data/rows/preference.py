@@ -37,7 +37,8 @@ def preference(row: Mapping[str, Any], settings: DatasetConfig) -> Example:
       `Human:` and `Assistant:` before the turns (Anthropic's hh-rlhf). A `margin` or scores (`score_chosen`,
       `score_rejected`) give the difference. UltraFeedback binarized and Tulu 3 have these.
     - `completions`: a list of `{completion, rank}` (lower is better) or `{completion, score}` (higher is better).
-    - `completion` with a `label` (whether it is a good one) or a `score`.
+    - `completion` with a `label` (whether it is a good one) or a `score`, or with other columns of numbers: scores for
+      several objectives, by the names of these columns.
     - `completions`, a list of strings, and `labels`: the steps of one response, each with its label.
 
     The prompt is a string or a list of messages in `prompt`, `messages` or `context`, or in the column `input_key`.
@@ -55,10 +56,13 @@ def preference(row: Mapping[str, Any], settings: DatasetConfig) -> Example:
     elif "completion" in row and ("label" in row or "score" in row):
         messages, label = _response(row["completion"], "completion"), row.get("label")
         responses = (Response(messages, score=_optional(row, "score"), is_desirable=_label(label)),)
+    elif "completion" in row and (scores := {name: float(row[name]) for name in row if _is_number(row[name])}):
+        responses = (Response(_response(row["completion"], "completion"), scores=scores),)
+        columns = (*columns, *scores)
     else:
         raise DataError(
-            "expected the columns `chosen` and `rejected`, or `completions`, or `completion` with a `label` or a "
-            f"`score`; the columns are {', '.join(sorted(row))}. Map other names in `columns`, such as "
+            "expected the columns `chosen` and `rejected`, or `completions`, or `completion` with a `label`, a "
+            f"`score` or scores; the columns are {', '.join(sorted(row))}. Map other names in `columns`, such as "
             "{chosen: better, rejected: worse}, or set `processor`"
         )
     prompt = _required_prompt(row, settings)
