@@ -113,9 +113,7 @@ def _values(path: Path, faults: list[str]) -> Iterator[tuple[str, Any]]:
                 # An indented value spans all lines of the file.
                 line += file.read(MAX_LINE)
                 if file.read(1):
-                    faults.append(
-                        f"{path.name}: it has more than {MAX_LINE} bytes; write JSON lines instead"
-                    )
+                    faults.append(f"{path.name}: it has more than {MAX_LINE} bytes; write JSON lines instead")
                     return
             if not line.strip():
                 continue
