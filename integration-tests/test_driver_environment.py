@@ -17,7 +17,7 @@ def test_no_engine_is_installed(engine):
     ("group", "names"),
     [
         (plugins.POLICIES, {"dtensor", "megatron"}),
-        (plugins.GENERATORS, {"hf", "megatron", "vllm"}),
+        (plugins.GENERATORS, {"hf", "megatron", "server", "vllm"}),
         (plugins.ENVIRONMENTS, {"math", "reasoning_gym", "reward_model"}),
         (plugins.ALGORITHMS, {"dpo", "grpo", "rm", "sft"}),
         (plugins.DATASETS, {"arithmetic", "arithmetic_preference", "reasoning_gym"}),

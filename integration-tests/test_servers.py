@@ -39,7 +39,7 @@ def process(*command, port, **variables):
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     with subprocess.Popen([sys.executable, "-m", *command], env={**os.environ, **variables}, **quiet) as server:
         try:
-            deadline = time.monotonic() + 400
+            deadline = time.monotonic() + 800
             while True:
                 assert server.poll() is None
                 assert time.monotonic() < deadline
