@@ -1,6 +1,9 @@
 """Rows of a run for `rl doctor mismatch`, and its report."""
 
 import dataclasses
+import json
+import pickle
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -8,7 +11,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from rl_algos.rollouts.mismatch import MismatchFinding, MismatchGap
+from rl_core.errors import RLError
+from rl_launch.commands import mismatch
 from rl_launch.commands.mismatch import MismatchReport, described, sampled_step
+from rl_launch.run_config.reading import read_plan
 from rl_launch.session.directory.run_folder import CONFIG, DESCRIPTION, RunFolder
 
 LENGTH, PROMPT = 6, 2
@@ -79,6 +85,39 @@ def test_a_step_whose_tokens_are_damaged_is_left_out(run, caplog):
     damaged.write_bytes(damaged.read_bytes()[:-20])
     assert sampled_step(run, "the first weights").step == 1
     assert "the tokens of step 2 cannot be read, so an earlier step is examined" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("fault", "remark", "tried"),
+    [
+        ("sampling", "is right (it differs from transformers by 0): the fault arises while the run samples", []),
+        ("attention", "a new hf engine is off by 0.5 as well", ["attn_implementation=eager"]),
+        ("start", "so its settings were not tried: no memory", []),
+    ],
+)
+def test_engines_are_tried_alone_and_with_one_setting_changed(run, monkeypatch, tmp_path, fault, remark, tried):
+    found = sampled_step(run, "the first weights")
+    mask = found.rows.mask.values > 0
+    right = found.rows.policy.values
+
+    def answers(python, code, path, **_):
+        if fault == "start":
+            raise RLError("the engine hf ended:\nTraceback\nno memory")
+        _, (_, settings, model, _), rows = pickle.loads(Path(path).read_bytes())
+        assert (model.model_name, len(rows)) == ("the first weights", 1)
+        is_off = fault == "attention" and settings.attn_implementation != "eager"
+        yield "scores", json.dumps([(right + 0.5 * is_off).tolist()])
+
+    monkeypatch.setattr(mismatch, "worker_answers", answers)
+    monkeypatch.setattr(mismatch, "provision", lambda specs, envs: dict.fromkeys(specs, "python"))
+    generator = {"generation": {"backend": "hf"}}
+    plan = read_plan({"defaults": "grpo-arithmetic", "policy": generator, "cluster": {"device": "cpu"}})
+    gap = dataclasses.replace(GAP, mean=0.5)
+    attempts, said = mismatch._engines(plan, found, found.rows, gap, right[mask], right[mask], tmp_path)
+    assert remark in said
+    assert "\n" not in said
+    assert [each.detail.rpartition(".")[2] for each in attempts] == tried
+    assert all(each.left == pytest.approx(0.0, abs=1e-6) for each in attempts)
 
 
 def test_a_report_shows_the_gap_the_causes_and_the_remedy():
