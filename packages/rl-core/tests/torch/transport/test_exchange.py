@@ -186,6 +186,18 @@ def changed(values: dict[str, torch.Tensor], share: float) -> dict[str, torch.Te
     }
 
 
+@pytest.mark.parametrize("shape", [(6, 5), (3, 6, 5)], ids=["matrix", "stack of experts"])
+def test_a_part_adds_its_share_of_a_product_when_it_is_read(shape: tuple[int, ...]) -> None:
+    weight = torch.randn(shape).bfloat16()
+    left, right = torch.randn(*shape[:-1], 2), torch.randn(*shape[:-2], 2, shape[-1])
+    box = tuple((1, extent - 1) for extent in shape)
+    part = HeldPart(box, weight[cut(box)]).with_product(left, right, 0.5)
+    expected = (weight.float() + 0.5 * (left @ right))[cut(box)]
+    torch.testing.assert_close(part.read(), expected, rtol=1e-6, atol=1e-6)
+    weight.zero_()
+    torch.testing.assert_close(part.read(), 0.5 * (left @ right)[cut(box)], rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("case", list(CASES))
 def test_only_changed_values_travel_between_nodes(case: str) -> None:
     """A hundredth of the values; then all, and then the same again."""
