@@ -200,7 +200,7 @@ def main() -> None:
     arguments.add_argument("--rollouts", type=int, default=512, help="number of rollouts")
     arguments.add_argument("--group", type=int, default=16, help="completions of a prompt")
     arguments.add_argument("--prompt", type=int, default=320, help="words of a prompt")
-    arguments.add_argument("--block", type=int, default=1, help="groups that each scores before it is the other's turn")
+    arguments.add_argument("--block", type=int, default=8, help="groups that each scores at once, in turn")
     arguments.add_argument("--ranks", type=int, default=min(os.cpu_count() or 1, 8), help="ranks of the judge")
     arguments.add_argument("--seed", type=int, default=0)
     arguments.add_argument("--quick", action="store_true", help="a small model and few rollouts, to show that it runs")
