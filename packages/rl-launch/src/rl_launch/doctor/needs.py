@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from rl_core import resolve
 from rl_core.config import RawConfig, plain
 from rl_core.devices import CPU, CUDA, Device, device_named
 from rl_core.environments.instance import EnvironmentInstance, instance_of
 from rl_core.facts.model_size import RankMemory, size_of_fields, size_of_name
-from rl_core.plugins import resolve
 from rl_launch.backends import ModelBackend
 from rl_launch.cluster.device import AUTO
 from rl_launch.model_files.model_facts import hf_fields
