@@ -111,7 +111,8 @@ def test_a_server_that_dies_leaves_its_prompts_to_another_and_comes_back_with_th
 
     with ExitStack() as stack:
         first, _ = (stack.enter_context(server(port)) for port in ports)
-        run = Run.start(tmp_path / "run", *arguments, *APART, urls(*ports), ahead)
+        saved = ("checkpointing.enabled=true", "checkpointing.save_period=1")
+        run = Run.start(tmp_path / "run", *arguments, *APART, urls(*ports), ahead, *saved)
         run.await_step(2)
         first.kill()
         run.await_log("1 replicas remain; replacements will join")
