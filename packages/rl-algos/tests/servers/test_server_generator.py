@@ -151,6 +151,15 @@ def one_more(path, answer):
     return answer
 
 
+def without_version(path, answer):
+    """Leave out the version that sampled the tokens."""
+    if path == "/inference/v1/generate":
+        answer["choices"][0]["weight_versions"] = None
+    elif path == "/generate":
+        answer["meta_info"]["weight_version"] = None
+    return answer
+
+
 def ended(path, answer):
     """End as if the server's own end of sequence had been sampled."""
     if path == "/inference/v1/generate":
@@ -181,6 +190,8 @@ FAULTS = {
         f"token id {VOCAB_SIZE}, outside the policy's vocabulary of {VOCAB_SIZE} tokens",
     ),
     "no probability": (first_token(lambda pair: [0.5, pair[1]]), "a logprob that is not one"),
+    "a number beyond all floats": (first_token(lambda pair: [10**400, pair[1]]), "sent an answer of"),
+    "no version": (without_version, "answered with weight version (none|None) instead of"),
     "more tokens": (one_more, "12 tokens for a request of at most 6"),
     "another end": (ended, "which is not a stop token of the request"),
 }

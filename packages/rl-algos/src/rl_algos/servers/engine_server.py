@@ -227,8 +227,8 @@ class EngineServer(ABC):
             problem = f"a completion that ended at token {tokens[-1]}, which is not a stop token of the request"
         if problem:
             raise GeneratorError(f"{self} answered with {problem}: it does not serve this run's policy")
-        if tokens and (others := found.versions - {version}):
-            served = ", ".join(sorted(one_line(other) for other in others))
+        if tokens and found.versions != {version}:
+            served = ", ".join(sorted(map(one_line, found.versions))) or "none"
             raise GeneratorError(
                 f"{self} answered with weight version {served} instead of {version}: it was restarted, or somebody "
                 "else has loaded weights. It is left out until it has the run's weights again"

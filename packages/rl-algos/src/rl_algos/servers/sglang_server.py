@@ -92,7 +92,7 @@ class SglangServer(EngineServer):
             logprobs = [float(entry[0]) for entry in entries]
             kind = str(meta["finish_reason"]["type"])
             return SampledTokens(tokens, logprobs, kind, frozenset({str(meta["weight_version"])}))
-        except (KeyError, IndexError, TypeError, ValueError):
+        except (ArithmeticError, LookupError, TypeError, ValueError):
             raise GeneratorError(f"{self} sent an answer of {GENERATE} that is not a completion") from None
 
     async def score(self, token_ids: Sequence[int]) -> Sequence[float]:
@@ -104,7 +104,7 @@ class SglangServer(EngineServer):
             if [entry[1] for entry in entries] != list(token_ids):
                 raise ValueError
             return [float(entry[0]) for entry in entries[1:]]
-        except (KeyError, IndexError, TypeError, ValueError):
+        except (ArithmeticError, LookupError, TypeError, ValueError):
             raise GeneratorError(f"{self} sent an answer of {GENERATE} without the logprobs of a prompt") from None
 
     async def _generated(self, token_ids: list[int], params: Mapping[str, Any], **fields: Any) -> dict[str, Any]:

@@ -96,7 +96,7 @@ class VllmServer(EngineServer):
             versions = frozenset(str(span["version"]) for span in choice["weight_versions"] or ())
             logprobs = [float(entry["logprob"]) for entry in content]
             return SampledTokens(tokens, logprobs, str(choice["finish_reason"]), versions)
-        except (KeyError, IndexError, TypeError, ValueError):
+        except (ArithmeticError, LookupError, TypeError, ValueError):
             raise GeneratorError(f"{self} sent an answer of {GENERATE} that is not a completion") from None
 
     async def score(self, token_ids: Sequence[int]) -> Sequence[float]:
@@ -106,7 +106,7 @@ class VllmServer(EngineServer):
         try:
             entries = answer["prompt_logprobs"][1:]
             return [float(entry[str(token)]["logprob"]) for entry, token in zip(entries, token_ids[1:], strict=True)]
-        except (KeyError, TypeError, ValueError):
+        except (ArithmeticError, LookupError, TypeError, ValueError):
             raise GeneratorError(f"{self} sent an answer of {GENERATE} without the logprobs of a prompt") from None
 
     async def interrupt(self, names: Sequence[str]) -> None:
