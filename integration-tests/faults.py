@@ -204,9 +204,17 @@ REFUSING = r"""
 #include <stdlib.h>
 #include <string.h>
 #include <sys/file.h>
+#include <sys/time.h>
+#include <time.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
+static int jumps(void) {
+    const char *when = getenv("JUMPS_WHEN");
+    int before = errno, found = when && !access(when, F_OK);
+    errno = before;
+    return found;
+}
 static int refuses(int fd) {
     char link[64], path[PATH_MAX];
     const char *below = getenv("REFUSED"), *when = getenv("REFUSED_WHEN"), *number = getenv("REFUSED_ERRNO");
@@ -231,8 +239,18 @@ int flock(int fd, int operation) {
     errno = ENOLCK;
     return -1;
 }
+int clock_gettime(clockid_t id, struct timespec *now) {
+    int result = REAL(clock_gettime)(id, now);
+    if (id == CLOCK_REALTIME && jumps()) now->tv_sec += atoi(getenv("JUMP_S"));
+    return result;
+}
+int gettimeofday(struct timeval *restrict now, void *restrict zone) {
+    int result = REAL(gettimeofday)(now, zone);
+    if (jumps()) now->tv_sec += atoi(getenv("JUMP_S"));
+    return result;
+}
 """
-"""A library that refuses what a program does with files below a folder."""
+"""A library that refuses what a program does with files below a folder, and one whose clock jumps."""
 
 
 def refusing(number: int) -> Machine:
@@ -241,6 +259,15 @@ def refusing(number: int) -> Machine:
     def machine(folder: Path) -> tuple[str, ...]:
         broken = folder.parent / "broken"
         return _with_library(folder, f"REFUSED={folder}/", f"REFUSED_WHEN={broken}", f"REFUSED_ERRNO={number}")
+
+    return machine
+
+
+def jumping(seconds: int) -> Machine:
+    """A clock that jumps for all processes of the run, once the file `broken` is there."""
+
+    def machine(folder: Path) -> tuple[str, ...]:
+        return _with_library(folder, f"JUMPS_WHEN={folder.parent / 'broken'}", f"JUMP_S={seconds}")
 
     return machine
 
@@ -265,6 +292,10 @@ LACKS = [
     *(Lack(run, "256 open files", few_descriptors, NONE) for run in ("sft", "grpo", "agents")),
     *(Lack(run, "16 MiB of /dev/shm", small_shared_memory, NONE) for run in ("sft", "grpo", "agents")),
     Lack("sft", "no file locks", without_locks, NONE),
+    *(
+        Lack(run, f"the clock jumps by {seconds} s", jumping(seconds), NONE, begins=True)
+        for run, seconds in (("sft", 7200), ("grpo", 7200), ("grpo", -7200), ("agents", -7200))
+    ),
     *(
         Lack(run, f"writes end in {errno.errorcode[number]}", refusing(number), f"error: {words}", FAILED, begins=True)
         for run, number, words in (
