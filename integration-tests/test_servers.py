@@ -1,5 +1,6 @@
 """Runs whose rollouts come from servers that the run has not started."""
 
+import json
 import os
 import socket
 import subprocess
@@ -11,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 import pyarrow.parquet
 import pytest
 from runs import Run, rollouts_of, steps_of
+from safetensors.numpy import load_file, save_file
 
 from rl_algos.tiny_model import make_tiny_model
 from rl_core.testing.exhaustive import exhaustive
@@ -53,9 +55,20 @@ def process(*command, port, **variables):
             server.kill()
 
 
+def with_own_head(folder):
+    """Give a model a head with the values of its embedding, which trains apart."""
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
 @pytest.fixture
 def arguments(tmp_path):
     make_tiny_model(tmp_path / "model")
+    # vLLM's server loads no tied head on a CPU.
+    with_own_head(tmp_path / "model")
     (tmp_path / "reward.py").write_text(REWARD)
     return (
         "grpo-arithmetic",

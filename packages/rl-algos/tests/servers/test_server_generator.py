@@ -306,6 +306,7 @@ def section(server, folder, **settings):
         ("vllm", {"dtype": "torch.bfloat16"}, "use --dtype float32"),
         ("vllm", {"quantization": "fp8"}, "has quantization=fp8"),
         ("vllm", {"max_model_len": 100}, "use --max-model-len 256"),
+        ("vllm", {"device_type": "cpu"}, "a model with its own head"),
         ("sglang", {"context_length": 100}, "use --context-length 256"),
         ("sglang", {"dtype": "bfloat16"}, "use --dtype float32"),
         ("sglang", {"quantization": "fp8"}, "has quantised weights"),

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 from rl_algos.judges.answers import one_line
 from rl_core.errors import GeneratorError, RequestRefused
 from rl_core.http_client import HTTPAnswer, RemoteServer, ServerUnreachable, WrongAnswer
-from rl_core.model_config import ModelConfig
+from rl_core.model_config import ModelConfig, local_hf_config
 from rl_core.rollouts.generation import GenerationRequest
 
 TOKEN_BYTES = 512
@@ -74,6 +74,11 @@ class EngineServer(ABC):
 
     def __str__(self) -> str:
         return str(self.server)
+
+    @property
+    def _has_tied_head(self) -> bool:
+        """Whether the model, if its files are on this machine, has a head with the weights of the embedding."""
+        return bool(local_hf_config(self._model).get("tie_word_embeddings"))
 
     @abstractmethod
     async def check(self) -> None:

@@ -43,6 +43,12 @@ class VllmServer(EngineServer):
                 f"{self} has max_model_len={str(room)[:100]}, but policy.max_total_sequence_length is {longest}: use "
                 f"--max-model-len {longest}"
             )
+        device = found.get("device_config")
+        if isinstance(device, dict) and device.get("device_type") == "cpu" and self._has_tied_head:
+            raise GeneratorError(
+                f"{self} runs on a CPU, where vLLM computes a head that is tied to the embedding with a copy that has "
+                "the old values after a load. Use a GPU, a model with its own head, or backend=vllm"
+            )
         body = {"token_ids": [0], "sampling_params": {"max_tokens": 1, "temperature": 0.0, "detokenize": False}}
         await self.requested(GENERATE, body, timeout_s=ANSWER_S)
 

@@ -137,7 +137,9 @@ class ScriptedEngineServer:
     async def _info(self, body: dict[str, Any]) -> dict[str, Any]:
         model = {"logprobs_mode": "processed_logprobs", "dtype": "torch.float32", "max_model_len": 4096}
         flat = {"dtype": "float32", "context_length": 4096, "enable_deterministic_inference": True}
-        return {"vllm_config": {"model_config": {**model, **self.settings}}, **flat, **self.settings}
+        device = {"device_type": self.settings.get("device_type", "cuda")}
+        whole = {"model_config": {**model, **self.settings}, "device_config": device}
+        return {"vllm_config": whole, **flat, **self.settings}
 
     async def _report(self, body: dict[str, Any]) -> dict[str, Any]:
         return {"weight_version": self.version}
