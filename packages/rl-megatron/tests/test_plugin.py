@@ -188,3 +188,9 @@ def test_adapters_and_models_that_do_not_train_need_only_the_weights():
     adapters = ModelConfig(model_name="model", lora_cfg=LoraConfig(enabled=True))
     for model, trains in ((adapters, True), (ModelConfig(model_name="model"), False)):
         assert PLUGIN.memory(model, backend, size, 4, trains=trains).device == 8e9
+
+
+def test_float16_is_refused_by_name():
+    found = problems(ModelConfig(model_name="model", precision="float16"))
+    assert found["precision"].got == "float16"
+    assert "dtensor_cfg.enabled=true" in found["precision"].remedy

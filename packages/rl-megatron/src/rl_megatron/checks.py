@@ -111,6 +111,14 @@ def check_lora(section: Any, config: RunConfig) -> Iterable[Problem]:
         yield Problem(f"{KEY}.fp8_cfg.enabled", reason, remedy=remedy)
 
 
+def check_precision(section: Any, config: RunConfig) -> Iterable[Problem]:
+    """Yield the problem of a precision whose loss has to be scaled."""
+    if section.precision == "float16":
+        reason = "is not supported by the megatron backend, which does not scale the losses of its routers"
+        remedy = "Set it to bfloat16, or train with dtensor_cfg.enabled=true"
+        yield Problem("precision", reason, got="float16", remedy=remedy, feature="float16 with Megatron")
+
+
 def check_8_bit(section: Any, config: RunConfig) -> Iterable[Problem]:
     """Yield the settings that contradict 8-bit matrix products."""
     backend: MegatronConfig = section.megatron_cfg
@@ -261,5 +269,14 @@ def _without_pipeline(key: str) -> Problem:
     return Problem(key, f"needs pipeline parallelism, but {name} is 1", remedy=f"Set {name}=2 or more")
 
 
-CHECKS = (check_layout, check_architecture, check_recompute, check_lora, check_8_bit, check_device, check_kwargs)
+CHECKS = (
+    check_layout,
+    check_architecture,
+    check_recompute,
+    check_lora,
+    check_precision,
+    check_8_bit,
+    check_device,
+    check_kwargs,
+)
 """All checks, in the order of their problems in messages."""

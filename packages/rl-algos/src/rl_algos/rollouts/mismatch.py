@@ -18,7 +18,7 @@ MAX_ROWS, MAX_SAMPLED = 64, 1024
 MAX_DIFFERENCE = 20.0
 """Differences of logprobs count at most this much: one token that a filter left out would outweigh all others."""
 
-MIN_GAP = {"float32": 1e-4, "bfloat16": 0.02}
+MIN_GAP = {"float32": 1e-4, "bfloat16": 0.02, "float16": 0.0025}
 """Mean absolute difference of logprobs, by precision, up to which policy and generator agree: kernels round."""
 
 MISMATCH_KL = 0.01

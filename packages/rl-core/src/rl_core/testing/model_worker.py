@@ -187,6 +187,8 @@ class ModelWorkerSuite:
     worlds: ClassVar[tuple[int, ...]] = (1, 2)
     """Numbers of ranks to run on."""
     tolerance: ClassVar[float] = TOLERANCE
+    scales_losses: ClassVar[bool] = True
+    """True if the backend trains in float16."""
     written_through: ClassVar[str] = "os.fsync"
     """A function that a save in the background calls as `module.function`, in the rank's process or a fork of it, and
     that the call of `save` does not; the suite holds it up."""
@@ -778,6 +780,48 @@ class ModelWorkerSuite:
             with pytest.raises(WorkerError, match="no checkpoint"):
                 model.load(str(tmp_path / "nothing"))
             assert model.call("health")[0]["memory_bytes"] > 0
+
+    def test_overflows_in_float16_are_skipped_and_halve_the_scale_of_the_loss(self, tmp_path: Path) -> None:
+        if not self.scales_losses:
+            pytest.skip("the backend refuses float16")
+        # A padding token has zeros as its embedding, whose gradient is beyond float16.
+        folder = self._tiny_model(tmp_path / "model", pad_token_id=None)
+        settings: dict[str, Any] = {"precision": "float16", "optimizer": SGD, "max_skipped_steps": 0, "folder": folder}
+        batch, oracle = make_batch(), self._oracle(folder)
+        expected = oracle.train_step(batch, TokenLoss(), SGD, 1.0)
+        with self._model(**settings) as model:
+            assert {spec.dtype for spec in model.manifest(1).tensors} == {"float16"}
+            # The loss is a sum, whose gradient overflows until the scale is small.
+            steps: list[Mapping[str, float]] = []
+            while not steps or steps[-1]["overflows"]:
+                assert len(steps) < 16, steps[-1]
+                steps.append(model.train_step(batch, TokenLoss()))
+            model.export(str(tmp_path / "before"))
+            overflow = model.train_step(poison(batch), TokenLoss())
+            model.export(str(tmp_path / "after"))
+            model.save(str(tmp_path / "checkpoint"))
+            uninterrupted = model.train_step(batch, TokenLoss())
+            model.export(str(tmp_path / "end"))
+        with self._model(**settings) as model:
+            model.load(str(tmp_path / "checkpoint"))
+            resumed = model.train_step(batch, TokenLoss())
+            model.export(str(tmp_path / "resumed"))
+        for number, step in enumerate(steps):
+            assert step["loss_scale"] == 2.0 ** (16 - number)
+            assert step["overflows"] == step["skipped_steps"] == float(number < len(steps) - 1)
+        scale = steps[-1]["loss_scale"]
+        assert (overflow["overflows"], overflow["loss_scale"], resumed["loss_scale"]) == (1, scale, scale / 2)
+        assert steps[-1]["loss"] == pytest.approx(expected["loss"], rel=2e-3)
+        assert steps[-1]["grad_norm"] == pytest.approx(expected["grad_norm"], rel=2e-2)
+        assert (resumed["loss"], resumed["grad_norm"]) == (uninterrupted["loss"], uninterrupted["grad_norm"])
+        weights = {
+            name: dict(self._oracle(tmp_path / name).model.named_parameters())
+            for name in ("before", "after", "end", "resumed")
+        }
+        for name, parameter in oracle.model.named_parameters():
+            assert weights["before"][name].equal(weights["after"][name]), name
+            assert weights["end"][name].equal(weights["resumed"][name]), name
+            assert (weights["before"][name] - parameter).abs().max() < 2e-3, name
 
     def test_half_precision_is_near(self, tmp_path: Path) -> None:
         batch = make_batch()

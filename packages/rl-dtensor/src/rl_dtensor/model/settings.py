@@ -220,6 +220,9 @@ def draft_head_problems(section: ModelConfig, backend: DTensorConfig) -> Iterato
     if section.vision.enabled:
         reason = "is not supported with draft_head, because the head does not read images"
         yield Problem("vision.enabled", reason, got=True, remedy="Remove one of the two")
+    if section.precision == "float16":
+        reason = "is not supported with draft_head, whose loss is not scaled"
+        yield Problem("precision", reason, got="float16", remedy="Set it to bfloat16, or remove draft_head")
     if section.lora_cfg.enabled:
         reason = "has not been verified with draft_head"
         yield Problem("lora_cfg.enabled", reason, got=True, remedy="Remove one of the two")

@@ -20,6 +20,7 @@ from rl_core.torch.process_group import on_rank0
 from rl_core.torch.residency import Reference
 from rl_core.torch.training.backend import RankMesh, RankState
 from rl_core.torch.training.checkpoint_files import SHARDS, BackgroundSave, KeptSavePlanner, write_checkpoint
+from rl_core.torch.training.step import LossScale
 
 TRAINER = "trainer.pt"
 
@@ -40,6 +41,7 @@ class Checkpoint:
         optimizer: None if the model does not train.
         seed: Seed of the generators of a run that resumes on another layout.
         reference: None if the model keeps none.
+        loss_scale: Factor of the loss in float16; None in other precisions.
 
     Attributes:
         finish_save: Ends the last save, as `BackgroundSave.finish` does.
@@ -53,8 +55,9 @@ class Checkpoint:
         mesh: RankMesh,
         seed: int,
         reference: Reference | None = None,
+        loss_scale: LossScale | None = None,
     ) -> None:
-        self._state = state
+        self._state, self._loss_scale = state, loss_scale
         self._hyperparameters = None if optimizer is None else Hyperparameters(optimizer, schedule)
         self._mesh = mesh
         self._seed = seed
@@ -87,6 +90,8 @@ class Checkpoint:
         settings: dict[str, Any] = {"param_groups": [], "schedule": None}
         if self._hyperparameters is not None:
             settings = self._hyperparameters.state()
+        if self._loss_scale is not None:
+            settings["loss_scale"] = self._loss_scale.state()
         trainer = {"layout": dict(self._mesh.layout), "state": self._state.description(), **settings}
         if self._mesh.rank == 0:
             files[TRAINER] = _as_bytes(trainer)
@@ -134,6 +139,8 @@ class Checkpoint:
         self._state.restore(path, trainer["state"])
         if self._hyperparameters is not None:
             self._hyperparameters.restore(trainer)
+        if self._loss_scale is not None and "loss_scale" in trainer:  # Else the precision was another one.
+            self._loss_scale.restore(trainer["loss_scale"])
         if self._reference is not None and has_reference:
             with self._reference.in_place():
                 self._state.restore_weights(path / REFERENCE)

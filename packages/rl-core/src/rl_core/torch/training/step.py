@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -92,10 +93,12 @@ def run_train_step(
     skipped: SkippedSteps,
     batching: Batching,
     mesh: RankMesh,
+    loss_scale: LossScale | None = None,
 ) -> dict[str, Metric]:
     """Compute gradients over all microbatches, then make one optimizer and schedule step; collective.
 
-    The optimizer step is skipped if the gradient is not finite; the schedule advances nonetheless.
+    The optimizer step is skipped if the gradient is not finite; the schedule advances nonetheless. With a loss scale
+    that can fall, such a step is an overflow, which `skipped` does not count.
 
     Raises:
         RLError: If more steps in a row were skipped than `skipped` allows; nothing is stepped then.
@@ -103,17 +106,23 @@ def run_train_step(
     loss_pass = LossPass(loss, batch, mesh.data)
 
     def share(microbatch: Microbatch, columns: Mapping[str, Tensor]) -> Tensor:
-        return loss_pass.microbatch(microbatch.rows, columns) if microbatch.is_own else idle(columns)
+        own = loss_pass.microbatch(microbatch.rows, columns) if microbatch.is_own else idle(columns)
+        return own if scale == 1 else own * scale
 
+    scale = 1.0 if loss_scale is None else loss_scale.value
     lr = optimizer.inner.param_groups[0]["lr"]
     try:
         run = _pass(model, loss_pass, batch, share, batching=batching, mesh=mesh)
         own = model.accumulate(run)
-        norm = optimizer.grad_norm()
-        steps = skipped.admits(norm)
+        norm = optimizer.grad_norm() / scale
+        overflows = loss_scale is not None and loss_scale.overflows(norm)
+        steps = not overflows and skipped.admits(norm)
         if steps:
+            factor = 1 / scale
             # `torch.nn.utils.clip_grad_norm_` has the same factor.
-            if max_grad_norm is not None and (factor := max_grad_norm / (norm + 1e-6)) < 1.0:
+            if max_grad_norm is not None and (clip := max_grad_norm / (norm + 1e-6)) < 1.0:
+                factor *= clip
+            if factor != 1:
                 optimizer.scale_grads(factor)
             optimizer.step()
         else:
@@ -133,6 +142,9 @@ def run_train_step(
     if model.pipeline.size > 1:
         bubble = model.pipeline.bubble(num_microbatches)
         metrics["pipeline_bubble"] = Metric(bubble, reduction="max", over_updates="mean")
+    if loss_scale is not None:
+        metrics["loss_scale"] = Metric(scale, reduction="max", over_updates="last")
+        metrics["overflows"] = Metric(float(overflows), reduction="max", over_updates="sum")
     return {
         **metrics,
         "grad_norm": Metric(norm, reduction="max", over_updates="mean"),
@@ -351,6 +363,44 @@ class LossPass:
 def idle(reads: Mapping[str, Tensor]) -> Tensor:
     """Return a zero that sends zero gradients to all parameters, for a rank without rows while others have some."""
     return torch.stack([read.float().mean() * 0.0 for read in reads.values() if read.requires_grad]).sum()
+
+
+class LossScale:
+    """Factor of the loss in float16, so that small gradients do not become 0, by the rule of `torch.amp.GradScaler`.
+
+    A gradient that is not finite halves it, and `GROWTH_INTERVAL` finite ones in a row double it. All ranks ask with
+    the same global norm, so they have the same scale without a further collective.
+
+    Attributes:
+        value: The factor.
+    """
+
+    START = 2.0**16
+    GROWTH_INTERVAL = 2000
+
+    def __init__(self) -> None:
+        self.value, self._num_finite = self.START, 0
+
+    def overflows(self, grad_norm: float) -> bool:
+        """Return whether the gradient overflowed, and adapt the factor for the next step. At a factor of 1 a gradient
+        that is not finite is no overflow."""
+        is_finite = math.isfinite(grad_norm)
+        if not is_finite and self.value > 1:
+            self.value, self._num_finite = self.value / 2, 0
+            _log.warning("the gradient overflows float16; the optimizer step is skipped, loss scale %g", self.value)
+            return True
+        self._num_finite = self._num_finite + 1 if is_finite else 0
+        if self._num_finite == self.GROWTH_INTERVAL:
+            self.value, self._num_finite = self.value * 2, 0
+        return False
+
+    def state(self) -> dict[str, Any]:
+        """Return the factor and the number of finite gradients since it changed."""
+        return {"value": self.value, "num_finite": self._num_finite}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from what `state` returned."""
+        self.value, self._num_finite = state["value"], state["num_finite"]
 
 
 class SkippedSteps:

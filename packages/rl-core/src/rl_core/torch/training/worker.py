@@ -35,7 +35,7 @@ from rl_core.torch.training.lora import check_base
 from rl_core.torch.training.memory import planned_step
 from rl_core.torch.training.peft_form import AdapterExport
 from rl_core.torch.training.publishing import manifest_of, send_weights
-from rl_core.torch.training.step import SkippedSteps, run_evaluation, run_reads, run_train_step
+from rl_core.torch.training.step import LossScale, SkippedSteps, run_evaluation, run_reads, run_train_step
 from rl_core.torch.transport import SendingEnd, interrupt
 from rl_core.weights import Manifest, Transport, WeightForm
 
@@ -168,9 +168,12 @@ class TrainingWorker(_WorkerPart):
         self._schedule = None if inner is None else build_schedule(config.scheduler, inner)
         self._skipped = SkippedSteps(config.max_skipped_steps, config.skipped_grad_norm)
         # Operations per second of the ranks that share a data-parallel shard; None if they are not known.
-        peak = peak_flops(mesh.kind.chip) if config.precision == "bfloat16" else None
+        peak = None if config.precision == "float32" else peak_flops(mesh.kind.chip)
+        self._loss_scale = LossScale() if spec.trains and config.precision == "float16" else None
         self._peak = None if peak is None else peak * mesh.world_size / mesh.coordinates.along("dp")
-        self._checkpoint = Checkpoint(parts.state, inner, self._schedule, mesh, spec.seed, self._reference)
+        self._checkpoint = Checkpoint(
+            parts.state, inner, self._schedule, mesh, spec.seed, self._reference, self._loss_scale
+        )
         self.draft_head = None
         if parts.draft_head is not None:
             self.draft_head = DraftHead(
@@ -241,6 +244,7 @@ class TrainingWorker(_WorkerPart):
                 skipped=self._skipped,
                 batching=self._training,
                 mesh=self._mesh,
+                loss_scale=self._loss_scale,
             )
         if self._model.shape is None or not self._mesh.coordinates.leads:
             return metrics

@@ -104,10 +104,9 @@ def with_defaults(config: Translation, computed: Collection[str] = ()) -> None:
 
 def _model(config: Translation) -> None:
     dtype = config.get("dtype", config.get("torch_dtype"))
-    if config.get("fp16") or dtype == "float16":
-        config.refuse("fp16" if config.get("fp16") else "dtype", "float16 training")
+    is_half = config.get("fp16") or (dtype == "float16" and not config.get("bf16"))
     full = dtype == "float32" and not config.get("bf16")
-    config.put("policy.precision", "float32" if full else "bfloat16")
+    config.put("policy.precision", "float16" if is_half else "float32" if full else "bfloat16")
     attention = config.get("attn_implementation")
     if attention in ("sdpa", "eager", "flash_attention_2", "flash_attention_3"):
         config.put("policy.dtensor_cfg.attention_backend", attention)
