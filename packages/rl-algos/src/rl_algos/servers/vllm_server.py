@@ -24,8 +24,9 @@ class VllmServer(EngineServer):
 
     async def check(self) -> None:
         """See `EngineServer`."""
-        found = (await self.asked("GET", "/server_info?config_format=json")).get("vllm_config")
-        model = found.get("model_config") if isinstance(found, dict) else None
+        reported = (await self.asked("GET", "/server_info?config_format=json")).get("vllm_config")
+        found = reported if isinstance(reported, dict) else {}
+        model, device = found.get("model_config"), found.get("device_config")
         if not isinstance(model, dict):
             raise GeneratorError(f"{self} does not report its settings. Start it with {self.how_to_start}")
         longest, precision = self._model.max_total_sequence_length, self._model.precision
@@ -43,7 +44,6 @@ class VllmServer(EngineServer):
                 f"{self} has max_model_len={str(room)[:100]}, but policy.max_total_sequence_length is {longest}: use "
                 f"--max-model-len {longest}"
             )
-        device = found.get("device_config")
         if isinstance(device, dict) and device.get("device_type") == "cpu" and self._has_tied_head:
             raise GeneratorError(
                 f"{self} runs on a CPU, where vLLM computes a head that is tied to the embedding with a copy that has "
