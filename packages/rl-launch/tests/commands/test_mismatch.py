@@ -126,6 +126,8 @@ def test_a_report_shows_the_gap_the_causes_and_the_remedy():
     assert "differ by 0.2 nats on average over 64 tokens, at most by 0.9, in 100% of 8 rows" in text
     assert "  99%  temperature in one of the two: 0.8 instead of 1" in text
     assert text.endswith("The generator computes with 0.8 instead of 1. Set it.")
+    remedied = dataclasses.replace(report, findings=(dataclasses.replace(FINDING, cause="engine", detail="a=b"),))
+    assert list(described(remedied))[-1] == "The gap closes with a=b. Set it."
     assert report.as_json()["first"] == dataclasses.asdict(FINDING)
 
 

@@ -471,4 +471,6 @@ def described(report: MismatchReport) -> Iterator[str]:
     if first is None:
         yield f"No change closes {MIN_CLOSED:.0%} of the gap. Compare the models and the versions of both sides."
     else:
-        yield f"The {first.side} computes with {first.detail}. {first.remedy}"
+        # All other changes show what a side does; one of the engine takes its fault away.
+        found = "The gap closes with" if first.cause == "engine" else f"The {first.side} computes with"
+        yield f"{found} {first.detail}. {first.remedy}"
