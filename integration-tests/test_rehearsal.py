@@ -124,17 +124,23 @@ def test_a_replica_over_two_nodes_is_a_plain_run_and_is_replaced_as_one(placemen
         cluster.add(num_gpus=1)
     layout = ("cluster.device=rehearsal", f"cluster.num_nodes={num_nodes}", "cluster.gpus_per_node=1")
     replica = ("policy.generation.vllm_cfg.tensor_parallel_size=2", *settings)
-    run = Run.start(tmp_path / "run", *grpo, STEPS, *layout, *replica, RAY_ADDRESS=cluster.address)
-    for step, (part, words) in enumerate(
-        {"first": "ray::AsyncWorkerHost", "other": "ray::AsyncWorkerHost", "rank": "VLLM::Worker"}.items(), 1
-    ):
-        run.await_step(2 * step)
-        generating = [node for node in cluster.nodes if node.runs("ray::AsyncWorkerHost")]
-        firsts = [node for node in generating if node.runs("VLLM::EngineCore")]
-        (node,) = firsts if part == "first" else [each for each in generating if each not in firsts]
-        next(each for each in node.processes() if words in described(each)).kill()
+    run = Run.start(tmp_path / "run", *grpo, *layout, *replica, RAY_ADDRESS=cluster.address)
+    num_steps = 0
+    for part, words in {
+        "first": "ray::AsyncWorkerHost",
+        "other": "ray::AsyncWorkerHost",
+        "rank": "VLLM::Worker",
+    }.items():
+        # The rollouts of the second step from here come from the replacement.
+        run.await_step(num_steps + 2)
+        with run.paused():
+            generating = [node for node in cluster.nodes if node.runs("ray::AsyncWorkerHost")]
+            firsts = [node for node in generating if node.runs("VLLM::EngineCore")]
+            (node,) = firsts if part == "first" else [each for each in generating if each not in firsts]
+            next(each for each in node.processes() if words in described(each)).kill()
+            num_steps = len(steps_of(run.folder))
     run.finish()
-    assert_a_plain_run(run, whole_grpo)
+    assert_a_plain_run(run, whole_grpo, 12)
     assert "of the replica: VllmWorker-1 was killed by SIGKILL" in logs_of(run.folder)
 
 
