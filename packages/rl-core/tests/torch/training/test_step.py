@@ -14,7 +14,7 @@ from rl_core.data.microbatch import Batching, Pipeline
 from rl_core.data.ragged import Ragged
 from rl_core.errors import RLError, WorkerError
 from rl_core.metrics import reduce_metrics
-from rl_core.torch.training.step import SkippedSteps, prepared_ahead
+from rl_core.torch.training.step import LossScale, SkippedSteps, prepared_ahead
 
 ROWS = [[3, 1, 4], [1, 5], [9, 2, 6, 5], [3]]
 
@@ -143,3 +143,27 @@ def test_a_norm_above_the_bound_is_skipped_and_counted_as_one_that_is_not_finite
 def test_without_skips_the_first_ends_the_run() -> None:
     with pytest.raises(RLError, match="max_skipped_steps=0"):
         SkippedSteps(0).admits(math.nan)
+
+
+def test_the_scale_of_the_loss_follows_overflows_as_in_torch():
+    ours, theirs = LossScale(), torch.amp.GradScaler("cpu")
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.0)
+    theirs.scale(torch.ones(1))  # It makes its factor when it is first used.
+    theirs.set_growth_interval(3)
+    ours.GROWTH_INTERVAL = 3
+    for is_finite in (True, False, True, True, True, True, False, False, True, True, True):
+        optimizer.param_groups[0]["params"][0].grad = torch.tensor([1.0 if is_finite else float("inf")])
+        theirs.step(optimizer)
+        theirs.update()
+        assert ours.overflows(1.0 if is_finite else float("nan")) != is_finite
+        assert ours.value == theirs.get_scale()
+    resumed = LossScale()
+    resumed.restore(ours.state())
+    assert resumed.state() == ours.state()
+
+
+def test_a_gradient_that_is_not_finite_without_scale_is_no_overflow():
+    scale = LossScale()
+    scale.value = 1.0
+    assert not scale.overflows(float("inf"))
+    assert scale.value == 1.0
