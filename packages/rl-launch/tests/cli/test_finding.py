@@ -290,7 +290,7 @@ def test_explain_refuses_what_it_cannot_explain(words, message):
         (["per_device_train_batch_size"], "is a TRL key. Write policy.train_micro_batch_size, and policy.train_gl"),
         (["num_train_epochs"], "Write ALGORITHM.max_num_epochs, where ALGORITHM is the section of the algorithm"),
         (["sft-arithmetic", "num_train_epochs"], "Write sft.max_num_epochs\n\nsft.max_num_epochs: null  (default)\n"),
-        (["swanlab_enabled"], "logger.swanlab_enabled is a NeMo RL key "),
+        (["num_val_samples_to_print"], "logger.num_val_samples_to_print is a NeMo RL key "),
         (["data.train_batch_size"], "data.train_batch_size is a verl key. Write ALGORITHM.num_prompts_per_step"),
     ],
 )
@@ -300,7 +300,8 @@ def test_a_key_of_another_system_is_explained_by_what_it_is_here(words, says):
 
 def test_words_that_no_key_is_about_lead_to_their_guide():
     assert rl("config", "explain", "freeze").endswith("\nguide: docs/freezing.md\n")
-    assert "no such key. See docs/freezing.md" in refusal("config", "explain", "policy.freeze_layers")
+    said = refusal("config", "explain", "policy.freeze_layers")
+    assert "no such key; did you mean policy.freeze? See docs/freezing.md" in said
 
 
 def test_a_name_that_is_a_key_here_is_not_explained_as_one_of_others():
@@ -342,7 +343,10 @@ def test_the_shell_completes_recipes_and_keys():
 
 COMPLETED = [
     # zsh and fish give the word as it is, bash breaks it at `=`
-    (["train", "grpo-arithmetic", "policy.precision="], ["policy.precision=float32", "policy.precision=bfloat16"]),
+    (
+        ["train", "grpo-arithmetic", "policy.precision="],
+        ["policy.precision=float32", "policy.precision=bfloat16", "policy.precision=float16"],
+    ),
     (["train", "grpo-arithmetic", "policy.precision", "=", "bf"], ["bfloat16"]),
     (["train", "grpo-arithmetic", "grpo.seed", "=", "3", "policy.precision", "="], ["float32", "bfloat16"]),
     (["train", "grpo-arithmetic", "grpo.overlong_filtering=t"], ["grpo.overlong_filtering=true"]),

@@ -96,7 +96,8 @@ def explain(
                 for each in explain_destinations(elsewhere):
                     sys.stdout.write(f"\n{explanation_text.explained(each)}")
             else:
-                raise ConfigError(f"{error}. See {guide}" if guide else str(error)) from None
+                ended = str(error) if str(error).endswith("?") else f"{error}."
+                raise ConfigError(f"{ended} See {guide}" if guide else str(error)) from None
             if guide:
                 sys.stdout.write(f"guide: {guide}\n")
         if problems:

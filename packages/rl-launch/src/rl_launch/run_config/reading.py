@@ -92,6 +92,10 @@ def _of_another_algorithm(key: str, algorithm: AlgorithmPlugin) -> str:
     owners = [name for name, other in plugins(ALGORITHMS).items() if section in other.root_keys]
     if not owners or algorithm.name in owners:
         return ""
+    if section == "eval":
+        # Users look for it with every algorithm that trains.
+        remedy = "Score its checkpoints as they are saved: rl eval RUN --follow --tasks ..."
+        return f"{algorithm.name} samples nothing, so it scores no tasks as it trains. {remedy}"
     belongs = f"the algorithm{'s' if len(owners) > 1 else ''} {', '.join(owners)}"
     return (
         f"the section {section} belongs to {belongs}, and this config has algorithm: {algorithm.name}. Remove it, or "
