@@ -117,12 +117,10 @@ def test_zy_a_lost_rank_of_another_node_ends_the_replica(front: Front) -> None:
 
 
 def test_zz_no_engine_outlives_a_killed_process_in_front(front: Front) -> None:
-    """Last: it leaves no engine behind."""
+    """Last: it leaves no engine behind. Over two nodes most processes have ended with the lost rank."""
     if front.num_nodes == 1:
         assert len(front.engine) >= 3
         assert all(process.is_running() for process in front.engine)
-    else:
-        assert any(process.is_running() for process in front.followers)
     front.process.kill()
     _assert_ended([*front.engine, *front.followers])
 
