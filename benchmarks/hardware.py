@@ -95,8 +95,9 @@ def _fewest(name: str, hf: PreTrainedModel) -> list[str]:
     def taken(ranks: int, *, trains_all: bool) -> int:
         experts = min(ranks, 8) if any(expert_modules(hf)) else 1
         backend = DTensorConfig(expert_parallel_size=experts, gradient_accumulation="sharded")
-        parameters = RankParameters.of(hf, layers, len(layers), AxisSizes.of(backend, ranks))
-        return activations + sum(parameters.bytes_besides(config, backend, trains_all=trains_all).values())
+        trained = set(hf.parameters()) if trains_all else set()
+        parameters = RankParameters.of(hf, layers, len(layers), AxisSizes.of(backend, ranks), trained)
+        return activations + sum(parameters.bytes_besides(config, backend).values())
 
     return [
         str(next((ranks for ranks in RANKS if taken(ranks, trains_all=trains) <= (1 - GAPS) * size * GB), ""))

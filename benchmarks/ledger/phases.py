@@ -364,7 +364,7 @@ def planned(training: Training, config: PreTrainedConfig) -> tuple[DTensorConfig
     model = ModelConfig(model_name="m", max_total_sequence_length=training.num_tokens, sequence_packing=packing)
     staged = backend.model_copy(update={"pipeline_parallel_size": training.stages})
     mesh: Any = SimpleNamespace(rank=0, sizes=AxisSizes.of(staged, training.gpus))
-    memory = CountedMemory.of(model, staged, hf, decoder_layers(hf), mesh=mesh, trains_all=True)
+    memory = CountedMemory.of(model, staged, hf, decoder_layers(hf), mesh=mesh, trained=set(hf.parameters()))
     state = sum(memory.parts.get(name, 0) for name in ("weights", "gradients", "optimizer state"))
     keeps_whole = backend.gradient_accumulation == "unsharded"
     if backend.gradient_accumulation == "auto":

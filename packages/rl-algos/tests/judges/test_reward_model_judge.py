@@ -148,7 +148,7 @@ def test_rewards_of_steps_are_reduced_to_a_reward_of_the_turn(step_reward, of):
 
 def test_probabilities_of_steps_may_be_multiplied():
     rollout = said("a\n\nbc\n\nd")
-    logits = [scores_of(row) for row in encoded(judge_of(), rollout, "token").rows][0]
+    logits = next(scores_of(row) for row in encoded(judge_of(), rollout, "token").rows)
     judge = judge_of(step_end="\n\n", step_reward="product", as_probability=True)
     places = encoded(judge, rollout, "token").turns[0].places
     [found] = rewards(judge, rollout, each="token")

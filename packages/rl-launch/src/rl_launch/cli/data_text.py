@@ -191,7 +191,11 @@ def _print_example(example: Example, console: Console) -> None:
     if said is not None and not example.has_response:
         _print(console, Line(f"  answer: {_shortened(_as_json(said))}"))
     for number, response in enumerate(example.responses, start=1):
-        verdict: dict[str, object] = {"rank": response.rank, "score": response.score, "desirable": response.is_desirable}
+        verdict: dict[str, object] = {
+            "rank": response.rank,
+            "score": response.score,
+            "desirable": response.is_desirable,
+        }
         verdict["steps"] = " ".join(f"{label:g}" for label in response.step_labels) or None
         known = ", ".join(f"{name} {value}" for name, value in verdict.items() if value is not None)
         _print(console, Line(f"  response {number}{f' ({known})' if known else ''}", "dim"))
