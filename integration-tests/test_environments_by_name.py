@@ -7,6 +7,7 @@ from importlib.util import find_spec
 import pytest
 from document_checks import ROOT
 
+from rl_algos.data.processors import PROCESSORS
 from rl_core import resolve
 from rl_core.plugins import DATASETS, ENVIRONMENTS, plugins
 from rl_launch.recipes import recipe_names
@@ -35,7 +36,7 @@ def test_the_page_has_the_names_that_users_look_for():
 @pytest.mark.parametrize("row", OURS, ids=[row[0] for row in OURS])
 def test_a_row_of_ours_exists(row):
     environments, datasets = plugins(ENVIRONMENTS), plugins(DATASETS)
-    known = {*environments, *datasets, *recipe_names()}
+    known = {*environments, *datasets, *recipe_names(), *PROCESSORS}
     found = 0
     for span in re.findall(r"`([^`]+)`", row[2]):
         kind, _, task = span.partition(": ")
@@ -47,7 +48,7 @@ def test_a_row_of_ours_exists(row):
             fields = environments[re.findall(r"`(\w+)`", row[2])[0]].config.model_fields
             assert kind.partition(".")[0] in fields, span
         else:
-            assert span in known, f"there is no environment, dataset or recipe {span}"
+            assert span in known, f"there is no environment, dataset, processor or recipe {span}"
         found += 1
     assert found or "](" in row[2]
 

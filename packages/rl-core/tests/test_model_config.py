@@ -166,3 +166,13 @@ def test_dora_is_refused_by_name():
 def test_patterns_that_would_have_no_effect_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         ModelConfig(model_name="m", **settings)
+
+
+def test_null_removes_an_argument_that_a_recipe_sets_for_another_class() -> None:
+    kwargs = {"lr": 1e-3, "betas": None}
+    optimizer = OptimizerConfig.model_validate({"name": "torch.optim.Muon", "kwargs": kwargs})
+    assert optimizer.kwargs == {"lr": 1e-3}
+    schedule = SchedulerConfig.model_validate(
+        {"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": {"total_iters": None}}
+    )
+    assert schedule.kwargs == {}

@@ -178,10 +178,10 @@ _SPELLING = (
     _case(
         "a choice that there is not",
         GRPO,
-        "policy.precision=float16",
+        "policy.precision=float8",
         key="policy.precision",
-        got="float16",
-        allowed="float32, bfloat16",
+        got="float8",
+        allowed="float32, bfloat16, float16",
     ),
     _case(
         "text for a switch", GRPO, "grpo.val_at_start=yes", key="grpo.val_at_start", got="yes", allowed="true or false"

@@ -98,7 +98,9 @@ def test_problems_of_config_keys_are_listed_with_reasons_and_remedies(pages):
     # of a `Problem` in a `ProblemError`, of one in a list, and of one that is made of variables
     assert "- `target`: needs an initial weight. Set weight above 0\n" in text
     assert "is for training datasets only; validation would score a selection of its rows. Remove this key\n" in text
-    assert "`distillation.topk_logits_k`: has no effect with distillation.cross\\_tokenizer=true. Remove this key" in text
+    assert (
+        "`distillation.topk_logits_k`: has no effect with distillation.cross\\_tokenizer=true. Remove this key" in text
+    )
 
 
 def test_every_recipe_has_a_page_with_command_file_and_changed_keys(pages):

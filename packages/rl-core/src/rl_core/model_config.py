@@ -10,7 +10,7 @@ from datetime import date
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from rl_core.config import (
     Config,
@@ -54,6 +54,15 @@ def _dotted(example: str, known: Collection[str]) -> Callable[[str | None], str 
         return name
 
     return check
+
+
+def _without_nulls(given: dict[str, Any]) -> dict[str, Any]:
+    """Return arguments without those that are null, which a recipe sets and its heir takes back."""
+    return {name: value for name, value in given.items() if value is not None}
+
+
+Arguments = Annotated[dict[str, Any], AfterValidator(_without_nulls)]
+"""Arguments of a class by name."""
 
 
 class BackendConfig(Config):
@@ -176,9 +185,9 @@ class OptimizerConfig(Config):
 
     name: Annotated[str, WhenChanged.NEW_RUN] = "torch.optim.AdamW"
     """Dotted name of a torch optimizer class."""
-    kwargs: dict[str, Any] = {"lr": 1e-6, "weight_decay": 0.01, "betas": [0.9, 0.999], "eps": 1e-8}
-    """Arguments of that class, such as the learning rate `lr`. The default of `lr` comes from the algorithm and is ten
-    times as high for adapters (`lora_cfg.enabled`)."""
+    kwargs: Arguments = {"lr": 1e-6, "weight_decay": 0.01, "betas": [0.9, 0.999], "eps": 1e-8}
+    """Arguments of that class, such as the learning rate `lr`; null removes an inherited one. The default of `lr` comes
+    from the algorithm and is ten times as high for adapters (`lora_cfg.enabled`)."""
     decay_norms_and_biases: bool = True
     """Apply `weight_decay` to every parameter. If false, the parameters of norms and all biases are not decayed, as in
     the Trainer of transformers and TRL; all others are, also one-dimensional ones such as attention sinks."""
@@ -195,8 +204,8 @@ class SchedulerConfig(Config):
 
     name: str | None = None
     """Dotted name of a torch learning-rate schedule class."""
-    kwargs: dict[str, Any] = {}
-    """Arguments of that class."""
+    kwargs: Arguments = {}
+    """Arguments of that class; null removes an inherited one."""
     milestones: list[int] | None = None
     """Steps when the next schedule in the list takes over, in a separate entry without `name`."""
 

@@ -132,7 +132,9 @@ def test_rows_without_a_run_dir_have_the_folder_that_the_run_gets(started, monke
 
 def test_an_evaluation_takes_rows_as_validation_data_and_as_a_task(monkeypatch, tmp_path):
     seen = []
-    monkeypatch.setattr("rl_launch.commands.evaluate.evaluate", lambda plan, folder: seen.append((plan.config, folder)))
+    monkeypatch.setattr(
+        "rl_launch.commands.evaluate.evaluate", lambda plan, folder, trained: seen.append((plan.config, folder))
+    )
     tasks = [{"name": "mine", "dataset": {"data_path": iter(ROWS), "env_name": score}}]
     rl_launch.evaluate("tiny-arithmetic", {"eval.tasks": tasks, "run_dir": tmp_path / "eval"})
     rl_launch.evaluate("grpo-arithmetic", {"data.validation": ROWS, "run_dir": tmp_path / "eval"})

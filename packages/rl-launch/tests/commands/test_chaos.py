@@ -198,7 +198,7 @@ def test_a_run_of_another_user_is_refused(run, monkeypatch):
 
 
 def test_a_signal_to_the_exercise_continues_what_it_has_stopped(run, start):
-    worker = start("rollout-worker-0")
+    worker, before = start("rollout-worker-0"), signal.getsignal(signal.SIGTERM)
 
     def end():
         while psutil.Process(worker.pid).status() != psutil.STATUS_STOPPED:
@@ -211,7 +211,7 @@ def test_a_signal_to_the_exercise_continues_what_it_has_stopped(run, start):
         chaos(run, Schedule(("stop-rollout-worker",), every_s=0.0, stopped_s=60.0), resumes=False, is_agreed=True)
     thread.join()
     assert psutil.Process(worker.pid).status() != psutil.STATUS_STOPPED
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_a_full_disk_has_room_again(tmp_path):
