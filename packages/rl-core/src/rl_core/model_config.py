@@ -57,8 +57,9 @@ def _dotted(example: str, known: Collection[str]) -> Callable[[str | None], str 
 
 
 def _without_nulls(given: dict[str, Any]) -> dict[str, Any]:
-    """Return arguments without those that are null, which a recipe sets and its heir takes back."""
-    return {name: value for name, value in given.items() if value is not None}
+    """Return arguments without those that are null, which a recipe sets and its heir takes back. A learning rate is
+    always a number."""
+    return {name: value for name, value in given.items() if value is not None or name == "lr"}
 
 
 Arguments = Annotated[dict[str, Any], AfterValidator(_without_nulls)]
