@@ -187,8 +187,8 @@ class OptimizerConfig(Config):
     name: Annotated[str, WhenChanged.NEW_RUN] = "torch.optim.AdamW"
     """Dotted name of a torch optimizer class."""
     kwargs: Arguments = {"lr": 1e-6, "weight_decay": 0.01, "betas": [0.9, 0.999], "eps": 1e-8}
-    """Arguments of that class, such as the learning rate `lr`; null removes an inherited one. The default of `lr` comes
-    from the algorithm and is ten times as high for adapters (`lora_cfg.enabled`)."""
+    """Arguments of that class, such as the learning rate `lr`. The default of `lr` comes from the algorithm and is ten
+    times as high for adapters (`lora_cfg.enabled`). Null removes an argument that a recipe sets."""
     decay_norms_and_biases: bool = True
     """Apply `weight_decay` to every parameter. If false, the parameters of norms and all biases are not decayed, as in
     the Trainer of transformers and TRL; all others are, also one-dimensional ones such as attention sinks."""
