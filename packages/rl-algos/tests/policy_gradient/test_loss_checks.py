@@ -80,6 +80,11 @@ REFUSED = [
     # KL
     ({"kl": {"estimator": "k1"}}, "kl.estimator", {"got": "k1", MENTIONS: ["unbiased=true", "in_reward=true", "k3"]}),
     ({"kl": {"estimator": "k2", "unbiased": True}}, "kl.unbiased", {"is_unused": False, MENTIONS: ["k2", "k3"]}),
+    (
+        {"entropy_bonus": {"weight": 0.1, "measured": True}},
+        "entropy_bonus.measured",
+        {"is_unused": True, MENTIONS: ["with a bonus"]},
+    ),
     ({"kl": {"weight": 0.1, "measured": True}}, "kl.measured", {"is_unused": True, MENTIONS: ["weight above 0"]}),
     ({"kl": {"weight": 0.0, "in_reward": True}}, "kl.in_reward", {"is_unused": True, MENTIONS: ["weight=0"]}),
     ({"kl": {"in_reward": True, "unbiased": True}}, "kl.unbiased", {"is_unused": True, MENTIONS: ["in_reward=true"]}),

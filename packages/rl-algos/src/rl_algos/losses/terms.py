@@ -157,7 +157,7 @@ class KLPenalty(CheckedConfig):
             yield Problem("unbiased", reason, got=True, remedy=remedy)
 
 
-class EntropyBonus(Config):
+class EntropyBonus(CheckedConfig):
     """A term of the loss that increases the mean entropy of the next token's distribution."""
 
     weight: float = Field(default=0.0, ge=0)
@@ -175,6 +175,10 @@ class EntropyBonus(Config):
     def is_on(self) -> bool:
         """True if the loss has the term, or measures the entropy only."""
         return self.measured or self.weight > 0 or self.target is not None
+
+    def _problems(self) -> Iterator[Problem]:
+        if self.measured and (self.weight > 0 or self.target is not None):
+            yield Problem.unused("measured", "with a bonus, which measures the entropy in any case")
 
 
 class Filters(Config):

@@ -265,24 +265,7 @@ def replay(
     if name is None or name.step is None:
         raise ConfigError(f"{text!r} names no step of a run; give it as RUN:STEP, such as runs/grpo:20")
     run, step = RunFolder(name.run.absolute()), int(name.step)
-    rows = {row["step"]: row for row in run.metrics()}
-    if step not in rows:
-        last = max(rows, default=0)
-        raise RunDirectoryError(f"{run.path} has no step {step}; it has made {last} steps")
-    earlier = [saved for saved, _ in saved_checkpoints(run.path / "checkpoints") if saved < step]
-    if not earlier:
-        raise RunDirectoryError(
-            f"{run.path} has no checkpoint before step {step} to begin with. A run keeps "
-            "checkpointing.keep_top_k checkpoints (null: all), one every checkpointing.save_period steps"
-        )
-    # A record that is damaged is found before the steps are made again.
-    for number in range(earlier[-1] + 1, step + 1):
-        if number not in rows:
-            raise RunDirectoryError(
-                f"{run.path / 'metrics.jsonl'} has no step {number}, which lies between the checkpoint step_"
-                f"{earlier[-1]} and step {step}. Restore the file, or replay another step"
-            )
-        _records(run, number)
+    start = _checkpoint_before(run, step)
     folder = _free_folder(run.path / FOLDER, step)
     fixed = (
         f"run_dir={folder}",
@@ -304,7 +287,7 @@ def replay(
             "logger.replay_enabled=true"
         )
     replayed = ReplayedSteps(turns, step, alone, breakpoints)
-    point = BranchPoint.parse(f"{run.path}:{earlier[-1]}")
+    point = BranchPoint.parse(f"{run.path}:{start}")
     ended = train(plan, run_dir=folder, title=f"replay of step {step}", branch_point=point, replayed=replayed)
     if ended.stop_signal is not None:
         raise RLError(f"{ended.stop_signal.name} ended the replay before step {step} was made; run the command again")
@@ -313,11 +296,11 @@ def replay(
     for stage in breakpoints.unreached:
         _log.warning("--break %s: step %d of this run has no such stage, so nothing has stopped there", stage, step)
     other = RunFolder(folder)
-    made = [stage for number in range(earlier[-1] + 1, step + 1) for stage in compared(run, other, number)]
+    made = [stage for number in range(start + 1, step + 1) for stage in compared(run, other, number)]
     return ReplayReport(
         str(run.path),
         step,
-        earlier[-1],
+        start,
         str(folder),
         tuple(stage for stage in made if stage.step == step),
         len(replayed.turns.missing),
@@ -325,6 +308,34 @@ def replay(
         next((stage for stage in made if stage.differences), None),
         tuple(str(path) for path in sorted((folder / "profiles").rglob("*.*"))),
     )
+
+
+def _checkpoint_before(run: RunFolder, step: int) -> int:
+    """Return the step of the newest checkpoint before a step, from which all records up to the step are there.
+
+    Raises:
+        RunDirectoryError: If the run has no such step or checkpoint, or a record is gone or damaged.
+    """
+    made = {row["step"] for row in run.metrics()}
+    if step not in made:
+        last = max(made, default=0)
+        raise RunDirectoryError(f"{run.path} has no step {step}; it has made {last} steps")
+    earlier = [saved for saved, _ in saved_checkpoints(run.path / "checkpoints") if saved < step]
+    if not earlier:
+        raise RunDirectoryError(
+            f"{run.path} has no checkpoint before step {step} to begin with. A run keeps "
+            "checkpointing.keep_top_k checkpoints (null: all), one every checkpointing.save_period steps"
+        )
+    start = earlier[-1]
+    # A record that is damaged is found before the steps are made again.
+    for number in range(start + 1, step + 1):
+        if number not in made:
+            raise RunDirectoryError(
+                f"{run.path / 'metrics.jsonl'} has no step {number}, which lies between the checkpoint step_"
+                f"{start} and step {step}. Restore the file, or replay another step"
+            )
+        _records(run, number)
+    return start
 
 
 def _free_folder(folder: Path, step: int) -> Path:

@@ -310,7 +310,8 @@ class ClearMLConfig(Config):
     name: str | None = None
     """Name of the task. The default is `logger.name`. Tags and notes are taken from `logger`, its group is a tag."""
     offline: bool = False
-    """Write a session to ClearML's cache instead of a server, to be imported later by `clearml-task`."""
+    """Write a session to ClearML's cache instead of a server, for a later upload by
+    `clearml-task --import-offline-session`."""
 
 
 class LoggerConfig(Config):
