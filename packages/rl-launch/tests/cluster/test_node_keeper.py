@@ -5,10 +5,12 @@ import sys
 import time
 
 import psutil
+import pytest
 
 from rl_launch.cluster.ray_nodes import state_of
 
 KEEPER = """
+import os
 from rl_launch.cluster import node_keeper, virtual_cluster
 
 class Nodes:
@@ -19,7 +21,7 @@ class Nodes:
     def shutdown(self): open("ended", "w").close()
 
 node_keeper.Cluster = Nodes
-node_keeper.keep([{}])
+node_keeper.keep([{}], os.getppid())
 """
 
 
@@ -46,31 +48,42 @@ def test_nodes_end_without_a_traceback_if_the_driver_stopped_waiting_for_them(tm
 
 
 DRIVER_OF_A_RAY_THAT_DOES_NOT_START = """
-import subprocess, sys
-keeper = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+import os, subprocess, sys
+pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+keeper = subprocess.Popen([sys.executable, "-c", sys.argv[1], str(os.getpid()), sys.argv[2]], **pipes)
 keeper.stdout.readline()
 print(keeper.pid, flush=True)
 """
 
 HANGING = """
-import time
+import os, sys, time
 from rl_launch.cluster import node_keeper, virtual_cluster
+
+# The keeper takes the pipe for itself.
+answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
 
 class Nodes:
     def __init__(self, **settings): pass
     def list_all_nodes(self): return []
-    def add_node(self, **settings): time.sleep(600)
+    def add_node(self, **settings):
+        print("ready", file=answers, flush=True)
+        time.sleep(600)
 
 node_keeper.Cluster = Nodes
 node_keeper.END_S = 0.1
-print("ready", flush=True)
-node_keeper.keep([{}])
+driver = int(sys.argv[1])
+if sys.argv[2] == "before":
+    print("ready", file=answers, flush=True)
+    while os.getppid() == driver:
+        time.sleep(0.01)
+node_keeper.keep([{}], driver)
 """
 
 
-def test_a_keeper_ends_with_its_driver_while_ray_does_not_start():
-    driver = [sys.executable, "-c", DRIVER_OF_A_RAY_THAT_DOES_NOT_START, HANGING]
-    keeper = psutil.Process(int(subprocess.run(driver, capture_output=True, text=True, check=True).stdout))
+@pytest.mark.parametrize("driver_ends", ["before", "during"])
+def test_a_keeper_ends_with_its_driver_while_ray_does_not_start(driver_ends):
+    driver = [sys.executable, "-c", DRIVER_OF_A_RAY_THAT_DOES_NOT_START, HANGING, driver_ends]
+    keeper = psutil.Process(int(subprocess.run(driver, stdout=subprocess.PIPE, text=True, check=True).stdout))
     deadline = time.monotonic() + 60
     while state_of(keeper) != psutil.STATUS_DEAD:
         assert time.monotonic() < deadline

@@ -1,4 +1,4 @@
-"""Keeper of the Ray nodes that a run starts for itself: `python -m rl_launch.cluster.node_keeper NODES`."""
+"""Keeper of the Ray nodes that a run starts for itself: `python -m rl_launch.cluster.node_keeper NODES DRIVER`."""
 
 from __future__ import annotations
 
@@ -29,9 +29,13 @@ END_S = 15.0
 _ESSENTIAL = (PROCESS_TYPE_GCS_SERVER, PROCESS_TYPE_RAYLET)
 
 
-def keep(nodes: Sequence[Mapping[str, Any]]) -> None:
-    """Start nodes, write their address or the error to standard output, and end them with the driver."""
-    driver = os.getppid()
+def keep(nodes: Sequence[Mapping[str, Any]], driver: int) -> None:
+    """Start nodes, write their address or the error to standard output, and end them with the driver.
+
+    Args:
+        nodes: Settings of each node, for `Cluster.add_node`.
+        driver: Process id of the driver, by itself: it may have ended before this process could ask for its parent.
+    """
     threading.Thread(target=_end_after, args=(driver,), daemon=True).start()
     # Nothing else may write to the pipe of the answer.
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
@@ -81,4 +85,4 @@ def _remove_others(cluster: Cluster, known: Sequence[Any]) -> None:
 
 
 if __name__ == "__main__":
-    keep(json.loads(sys.argv[1]))
+    keep(json.loads(sys.argv[1]), int(sys.argv[2]))

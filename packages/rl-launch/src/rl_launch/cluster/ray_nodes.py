@@ -90,7 +90,7 @@ class RayNodes:
         secure_new_cluster()
         folder = prepare_ray_folder()
         self._keeper = subprocess.Popen(
-            [sys.executable, "-P", "-m", "rl_launch.cluster.node_keeper", json.dumps(list(nodes))],
+            [sys.executable, "-P", "-m", "rl_launch.cluster.node_keeper", json.dumps(list(nodes)), str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, "RAY_TMPDIR": str(folder)},
