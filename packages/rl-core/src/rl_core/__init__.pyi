@@ -52,6 +52,7 @@ from rl_core.model import ModelSpec as ModelSpec
 from rl_core.model import ModelWorker as ModelWorker
 from rl_core.model import Read as Read
 from rl_core.model import Rendezvous as Rendezvous
+from rl_core.model import StepSettings as StepSettings
 from rl_core.model_config import BackendConfig as BackendConfig
 from rl_core.model_config import GenerationConfig as GenerationConfig
 from rl_core.model_config import LoraConfig as LoraConfig

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from rl_core.data.batch import Batch
@@ -263,6 +263,33 @@ class Loss(Protocol):
         """Denominators counted on a batch (numbers of tokens, of sequences); they add up over shards."""
 
 
+@dataclass(frozen=True)
+class StepSettings:
+    """Settings of one optimizer step, in place of those of the config; what is left out is the config's.
+
+    Args:
+        lr: Learning rate, which the schedule does not change. Parameters with a rate of their own keep its ratio to
+            this one.
+        max_grad_norm: Larger gradients are scaled down to this norm.
+        kwargs: Further settings by the names of the optimizer's arguments, such as `betas`, `eps` and `weight_decay`.
+
+    Raises:
+        ValueError: If a value cannot be one.
+    """
+
+    lr: float | None = None
+    max_grad_norm: float | None = None
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.lr is not None and self.lr < 0:
+            raise ValueError(f"lr must be at least 0, got {self.lr}")
+        if self.max_grad_norm is not None and self.max_grad_norm <= 0:
+            raise ValueError(f"max_grad_norm must be above 0, got {self.max_grad_norm}")
+        if taken := {"lr", "params"} & set(self.kwargs):
+            raise ValueError(f"kwargs may not have {', '.join(sorted(taken))}; lr has an argument of its own")
+
+
 class Resident(Protocol):
     """Something that shares its device with others over time."""
 
@@ -369,8 +396,33 @@ class Model(Saved, Protocol):
     def evaluate(self, batch: Batch, loss: Loss) -> Metrics:
         """Compute the loss without a step."""
 
+    def accumulate(self, batch: Batch, loss: Loss) -> tuple[Metrics, Batch]:
+        """Add the gradient of a batch to the gradient so far, which `apply` steps with. The loss is divided by the
+        totals of this batch alone.
+
+        If it fails, the gradient so far is discarded. Until `apply` or `discard` the model stays on its device, and a
+        checkpoint does not hold the gradient.
+
+        Returns:
+            Metrics of the pass, and the columns of the loss's reads for every row, in the order of the rows.
+        """
+
+    def apply(self, settings: StepSettings | None = None) -> Metrics:
+        """Make one optimizer and schedule step with the gradient so far, as `train_step` does, and begin a new one.
+
+        Args:
+            settings: Settings of this step in place of the config's.
+
+        Raises:
+            ValueError: If there is no gradient, or a setting that the optimizer does not have.
+            RLError: If more steps in a row were skipped than the config allows.
+        """
+
+    def discard(self) -> None:
+        """Begin a new gradient; the one so far, if any, is not stepped."""
+
     def train_step(self, batch: Batch, loss: Loss) -> Metrics:
-        """Exactly one optimizer and schedule step on the whole batch.
+        """Exactly one optimizer and schedule step on the whole batch: `accumulate` and `apply` in one call.
 
         A gradient that is not finite skips the optimizer step: weights and optimizer state stay as they are, and the
         schedule advances nonetheless, so that it counts calls. `ModelConfig.max_skipped_steps` bounds skips in a row.
@@ -452,6 +504,15 @@ class ModelWorker(Resident, WeightSource, Protocol):
 
     def evaluate(self, batch: Batch, loss: Loss) -> Mapping[str, Metric]:
         """Compute this rank's part of each metric of `Model.evaluate`, none on ranks that do not lead."""
+
+    def accumulate(self, batch: Batch, loss: Loss) -> tuple[Mapping[str, Metric], Batch | None]:
+        """Do this rank's part of `Model.accumulate`; the columns are None on ranks that do not lead their shard."""
+
+    def apply(self, settings: StepSettings | None = None) -> Mapping[str, Metric]:
+        """Do this rank's part of `Model.apply`; returns its metrics without a reduction."""
+
+    def discard(self) -> None:
+        """Do this rank's part of `Model.discard`."""
 
     def train_step(self, batch: Batch, loss: Loss) -> Mapping[str, Metric]:
         """Make the step of `Model.train_step`; returns its metrics without a reduction."""

@@ -19,7 +19,7 @@ from rl_core.data.shuffle import Shard, plan_shuffle
 from rl_core.errors import FailureOrigin, RLError, WorkerDied, WorkerError, WorkerStalled
 from rl_core.images import IMAGES
 from rl_core.metrics import combine
-from rl_core.model import Coordinates, Loss, Metrics, ModelPart, Read, SavedFile, read_columns
+from rl_core.model import Coordinates, Loss, Metrics, ModelPart, Read, SavedFile, StepSettings, read_columns
 from rl_core.ray.calls import fetch, gather, request_stacks
 from rl_core.ray.rows import StoredRows
 from rl_core.weights import Manifest, Transport, WeightForm
@@ -162,12 +162,7 @@ class RemoteModel:
 
         def finish() -> Batch:
             self._gather([answered for answered, _ in calls], "infer", self._timeout_s)
-            origins = self._origins("infer")
-            leaders = [rank for rank, place in enumerate(self._coordinates) if place.leads]
-            leaders.sort(key=lambda rank: self._coordinates[rank].on("dp"))
-            stores = [StoredRows(calls[rank][1], origins[rank]) for rank in leaders]
-            found = RemoteRows.split_over(stores, rows, batch.lengths)
-            return Batch(found.columns([name for read in reads for name in read.columns]))
+            return self._columns_of(reads, [answer for _, answer in calls], rows, batch, "infer")
 
         return finish
 
@@ -175,6 +170,25 @@ class RemoteModel:
         """See `rl_core.model.Model.evaluate`."""
         with self._hold():
             return self._loss_call("evaluate", batch, loss)
+
+    def accumulate(self, batch: Batch, loss: Loss) -> tuple[Metrics, Batch]:
+        """See `rl_core.model.Model.accumulate`; the columns stay with the ranks until they are read."""
+        with self._hold():
+            inputs, rows = self._loss_inputs(batch, loss)
+            calls = self._start_on_shards("accumulate", inputs, rows, loss, num_returns=2)
+            metrics = self._gather([measured for measured, _ in calls], "accumulate", self._timeout_s)
+            columns = self._columns_of(loss.reads, [answer for _, answer in calls], rows, inputs, "accumulate")
+            return combine(metrics), columns
+
+    def apply(self, settings: StepSettings | None = None) -> Metrics:
+        """See `rl_core.model.Model.apply`."""
+        with self._hold():
+            self._revision += 1
+            return combine(self.call_all("apply", settings))
+
+    def discard(self) -> None:
+        """See `rl_core.model.Model.discard`."""
+        self.call_all("discard")
 
     def train_step(self, batch: Batch, loss: Loss) -> Metrics:
         """See `rl_core.model.Model.train_step`."""
@@ -275,16 +289,39 @@ class RemoteModel:
         return self._gather(calls, method, self._timeout_s)
 
     def _loss_call(self, method: str, batch: Batch, loss: Loss) -> Metrics:
+        inputs, rows = self._loss_inputs(batch, loss)
+        return combine(self._gather(self._start_on_shards(method, inputs, rows, loss), method, self._timeout_s))
+
+    def _loss_inputs(self, batch: Batch, loss: Loss) -> tuple[Batch, list[np.ndarray]]:
+        """Return the columns that a loss takes, and the rows of each shard."""
         required = ("tokens", *loss.columns, *read_columns(loss.reads))
         names = dict.fromkeys((*self._columns, PAIR, IMAGES, *required))
         inputs = batch.only([name for name in names if name in batch])
         inputs.require(*required)
-        shards = self._send(inputs, self._rows_per_shard(inputs))
-        refs = [
-            worker.call_on.remote(self._method(method), *shards[place.on("dp")].of([loss], {}))
+        return inputs, self._rows_per_shard(inputs)
+
+    def _start_on_shards(
+        self, method: str, inputs: Batch, rows: Sequence[np.ndarray], loss: Loss, *, num_returns: int = 1
+    ) -> list[Any]:
+        """Begin a call of a loss on the rows of each rank's shard."""
+        shards = self._send(inputs, rows)
+        return [
+            worker.call_on.options(num_returns=num_returns).remote(
+                self._method(method), *shards[place.on("dp")].of([loss], {})
+            )
             for worker, place in zip(self._workers, self._coordinates, strict=True)
         ]
-        return combine(self._gather(refs, method, self._timeout_s))
+
+    def _columns_of(
+        self, reads: Sequence[Read], answers: Sequence[Any], rows: Sequence[np.ndarray], batch: Batch, phase: str
+    ) -> Batch:
+        """Return the columns of reads, which stay where the ranks' answers lie until they are read."""
+        origins = self._origins(phase)
+        leaders = [rank for rank, place in enumerate(self._coordinates) if place.leads]
+        leaders.sort(key=lambda rank: self._coordinates[rank].on("dp"))
+        stores = [StoredRows(answers[rank], origins[rank]) for rank in leaders]
+        found = RemoteRows.split_over(stores, rows, batch.lengths)
+        return Batch(found.columns([name for read in reads for name in read.columns]))
 
     def _method(self, name: str) -> str:
         return f"{self._part}.{name}" if self._part else name

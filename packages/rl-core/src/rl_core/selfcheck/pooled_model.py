@@ -11,7 +11,7 @@ import numpy as np
 from rl_core.data.batch import Batch
 from rl_core.data.microbatch import shard, shard_ids
 from rl_core.metrics import CLOCKED, OF_LAYOUT, reduce_metrics
-from rl_core.model import Loss, ModelPart, ModelSpec, Read, SavedFile
+from rl_core.model import Loss, ModelPart, ModelSpec, Read, SavedFile, StepSettings
 from rl_core.model_config import ModelConfig
 from rl_core.plugins import resolve
 from rl_core.selfcheck.rank_pool import Closing, Rank, RankPool
@@ -48,15 +48,21 @@ class PooledModel(Closing):
         """See `Model.infer`; also checks that exactly the leading ranks answer."""
         rows = self._rows_per_shard(batch)
         answers = self._call_shards("infer", batch, rows, tuple(reads), reference=reference, temperature=temperature)
-        parts = {}
-        for place, answer in zip(self._coordinates, answers, strict=True):
-            assert (answer is not None) == place.leads, f"rank at {place} leads: {place.leads}, answered: {answer}"
-            if answer is not None:
-                parts[place.on("dp")] = answer
-        for part, index in zip((parts[place] for place in sorted(parts)), rows, strict=True):
-            assert len(part) == len(index), f"{len(part)} rows of results for a shard of {len(index)} rows"
-        joined = Batch.concat([parts[place] for place in sorted(parts)])
-        return joined.select(np.argsort(np.concatenate(rows)))
+        return self._joined(answers, rows)
+
+    def accumulate(self, batch: Batch, loss: Loss) -> tuple[Mapping[str, float], Batch]:
+        """See `Model.accumulate`."""
+        rows = self._rows_per_shard(batch)
+        answers = self._call_shards("accumulate", batch, rows, loss)
+        return reduce_metrics([metrics for metrics, _ in answers]), self._joined([each for _, each in answers], rows)
+
+    def apply(self, settings: StepSettings | None = None) -> Mapping[str, float]:
+        """See `Model.apply`."""
+        return reduce_metrics(self.call("apply", settings))
+
+    def discard(self) -> None:
+        """See `Model.discard`."""
+        self.call("discard")
 
     def evaluate(self, batch: Batch, loss: Loss) -> Mapping[str, float]:
         """See `Model.evaluate`."""
@@ -122,6 +128,18 @@ class PooledModel(Closing):
 
     def _rows_per_shard(self, batch: Batch) -> list[np.ndarray]:
         return shard(batch.ragged("tokens").lengths, self._coordinates[0].along("dp"), groups=shard_ids(batch))
+
+    def _joined(self, answers: Sequence[Batch | None], rows: Sequence[np.ndarray]) -> Batch:
+        """Join the columns of the leading ranks, in the order of the rows."""
+        parts = {}
+        for place, answer in zip(self._coordinates, answers, strict=True):
+            assert (answer is not None) == place.leads, f"rank at {place} leads: {place.leads}, answered: {answer}"
+            if answer is not None:
+                parts[place.on("dp")] = answer
+        for part, index in zip((parts[place] for place in sorted(parts)), rows, strict=True):
+            assert len(part) == len(index), f"{len(part)} rows of results for a shard of {len(index)} rows"
+        joined = Batch.concat([parts[place] for place in sorted(parts)])
+        return joined.select(np.argsort(np.concatenate(rows)))
 
     def _call_shards(
         self, method: str, batch: Batch, rows: Sequence[np.ndarray], *args: Any, **kwargs: Any

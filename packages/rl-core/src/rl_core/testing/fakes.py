@@ -16,7 +16,7 @@ import numpy as np
 from rl_core.data.batch import TOKENS, Batch
 from rl_core.data.ragged import Ragged
 from rl_core.metrics import Metric, results
-from rl_core.model import Loss, Metrics, Read, Saved, SavedFile, read_columns
+from rl_core.model import Loss, Metrics, Read, Saved, SavedFile, StepSettings, read_columns
 from rl_core.rollouts.generation import SamplingParams
 from rl_core.rollouts.group import RolloutGroup
 from rl_core.rollouts.pool import Evaluation
@@ -39,6 +39,7 @@ class FakeModel:
         self.reference_steps = 0.0
         self.calls: list[tuple[str, Batch]] = []
         self._saved: tuple[SavedFile, ...] = ()
+        self._has_gradient = False
 
     def infer(self, batch: Batch, reads: Sequence[Read], *, reference: bool = False, temperature: float = 1.0) -> Batch:
         """Return numbers in (-1, 0], 0 at the first token of a row; the reference has numbers as before the first
@@ -71,13 +72,33 @@ class FakeModel:
         self.calls.append(("evaluate", batch))
         return self._metrics(batch, loss)
 
+    def accumulate(self, batch: Batch, loss: Loss) -> tuple[Metrics, Batch]:
+        """See `evaluate`, with the reads of the loss as `infer` has them."""
+        self.calls.append(("accumulate", batch))
+        self._has_gradient = True
+        columns = self.infer(batch, loss.reads, temperature=loss.temperature)
+        self.calls.pop()
+        return self._metrics(batch, loss), columns
+
+    def apply(self, settings: StepSettings | None = None) -> Metrics:
+        """Make one more step."""
+        if not self._has_gradient:
+            raise ValueError("there is no gradient to step with; call accumulate first")
+        self._has_gradient = False
+        self.num_steps += 1
+        counts = {"skipped_steps": Metric(0.0, reduction="sum")}
+        lr = 1e-3 if settings is None or settings.lr is None else settings.lr
+        return {"grad_norm": Metric(1.0), "lr": Metric(lr, over_updates="last"), **counts}
+
+    def discard(self) -> None:
+        """Forget that there is a gradient."""
+        self._has_gradient = False
+
     def train_step(self, batch: Batch, loss: Loss) -> Metrics:
         """See `evaluate`, then one more step."""
         self.calls.append(("train_step", batch))
-        metrics = self._metrics(batch, loss)
-        self.num_steps += 1
-        counts = {"skipped_steps": Metric(0.0, reduction="sum")}
-        return {**metrics, "grad_norm": Metric(1.0), "lr": Metric(1e-3, over_updates="last"), **counts}
+        metrics, self._has_gradient = self._metrics(batch, loss), True
+        return {**metrics, **self.apply()}
 
     def save(self, path: str, *, wait: bool = True) -> None:
         """Write the numbers of steps, at once."""

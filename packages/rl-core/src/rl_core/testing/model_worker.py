@@ -29,7 +29,19 @@ from rl_core.data.batch import Batch
 from rl_core.data.microbatch import PREFIX_GROUP
 from rl_core.data.ragged import Ragged
 from rl_core.errors import RLError, WorkerError
-from rl_core.model import COLLISION, ENTROPY, LOGPROBS, SCORES, VALUES, Loss, ModelSpec, Role, logprobs_at, topk
+from rl_core.model import (
+    COLLISION,
+    ENTROPY,
+    LOGPROBS,
+    SCORES,
+    VALUES,
+    Loss,
+    ModelSpec,
+    Role,
+    StepSettings,
+    logprobs_at,
+    topk,
+)
 from rl_core.model_config import (
     DynamicBatchingConfig,
     ModelConfig,
@@ -339,6 +351,40 @@ class ModelWorkerSuite:
             with self._model(world, spec, optimizer=SGD, **LAYOUTS["packed-16"]) as model:
                 model.export(str(path))
                 self._assert_trains_like(model, self._oracle(path, "reward_model"), [pairs] * 2, PairLoss())
+
+    def test_gradients_of_several_batches_are_one_step(self) -> None:
+        loss, batches = TokenLoss(temperature=0.8), [make_batch(), make_batch((6,), seed=1), make_batch(seed=2)]
+        for world in self.worlds:
+            oracle = self._oracle()
+            with self._model(world, optimizer=SGD, **LAYOUTS["packed-16"]) as model:
+
+                def step(settings: StepSettings | None, max_grad_norm: float, rate: float) -> None:
+                    logprobs = [oracle.infer(batch, [LOGPROBS], 0.8)["logprobs"] for batch in batches]
+                    expected = oracle.train_step(batches, loss, SGD, max_grad_norm)
+                    found = [model.accumulate(batch, loss) for batch in batches]
+                    applied = model.apply(settings)
+                    total = sum(metrics["loss"] for metrics, _ in found)
+                    self._assert_metrics({**applied, "loss": total}, {**expected, "lr": rate})
+                    for (_, columns), own in zip(found, logprobs, strict=True):
+                        self._assert_close(columns.ragged("logprobs").values, own, "logprobs")
+
+                step(None, 1.0, 0.05)
+                model.accumulate(poison(make_batch()), loss)
+                model.discard()
+                oracle.optimizer.param_groups[0].update(lr=0.01, momentum=0.5)
+                step(StepSettings(0.01, max_grad_norm=0.1, kwargs={"momentum": 0.5}), 0.1, 0.01)
+                oracle.optimizer.param_groups[0].update(SGD.kwargs)
+                self._assert_trains_like(model, oracle, [make_batch(seed=3)], loss)
+
+    def test_a_gradient_is_applied_or_discarded(self) -> None:
+        with self._model(optimizer=SGD) as model:
+            with pytest.raises(WorkerError, match="no gradient to step with; call accumulate first"):
+                model.apply()
+            model.accumulate(make_batch(), TokenLoss())
+            with pytest.raises(WorkerError, match="has a gradient and cannot leave its device; call apply or discard"):
+                model.offload()
+            with pytest.raises(WorkerError, match=r"SGD has no setting 'betas' for a step; it has .*momentum"):
+                model.apply(StepSettings(kwargs={"betas": (0.9, 0.95)}))
 
     def test_ranks_without_rows_join_in(self) -> None:
         batch = make_batch((6,))

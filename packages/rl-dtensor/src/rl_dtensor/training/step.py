@@ -21,7 +21,7 @@ from rl_core.data.microbatch import Pipeline
 from rl_core.data.ragged import Ragged
 from rl_core.metrics import Metric
 from rl_core.model_config import OptimizerConfig
-from rl_core.torch.optim.optimizer import build_optimizer, with_fused_step
+from rl_core.torch.optim.optimizer import add_grads, build_optimizer, take_grads, with_fused_step
 from rl_core.torch.optim.parameters import OptimizedParameter
 from rl_core.torch.rows import no_images
 from rl_core.torch.training.backend import Microbatch, Pass
@@ -160,6 +160,14 @@ class DTensorOptimizer:
     def zero_grad(self) -> None:
         """Free the gradients."""
         self.inner.zero_grad(set_to_none=True)
+
+    def take_grads(self) -> dict[nn.Parameter, Tensor]:
+        """Return this rank's shards of the gradient by parameter, and free them."""
+        return take_grads(self._model.trained())
+
+    def add_grads(self, taken: dict[nn.Parameter, Tensor]) -> None:
+        """Add shards that were taken."""
+        add_grads(taken)
 
 
 def build_sharded_optimizer(

@@ -138,6 +138,17 @@ class MegatronOptimizer:
         if self.shards:
             torch._foreach_mul_([shard.grad for shard in self.shards], factor)
 
+    def take_grads(self) -> list[Tensor]:
+        """Return a copy of this rank's runs of the gradient, and empty the buffers."""
+        taken = [shard.grad.clone() for shard in self.shards]
+        self.zero_grad()
+        return taken
+
+    def add_grads(self, taken: list[Tensor]) -> None:
+        """Add runs that were taken."""
+        if self.shards:
+            torch._foreach_add_([shard.grad for shard in self.shards], taken)
+
     @torch.no_grad()
     def step(self) -> None:
         """Step this rank's runs, then make all parameters whole again; collective."""

@@ -118,14 +118,15 @@ class MegatronModel:
             dist.all_reduce(total, group=self._mesh.data)
             scale = float(max(int(total), 1))
         _run(model, run, chunks=self._chunks, scale=scale)
-        self._biases = [] if routing is None else routing.biases()
+        if not run.adds:
+            self._biases = [] if routing is None else routing.biases()
         finalize_model_grads(self._chunks)
         if routing is None:
             return {}
         return balance_metrics(routing, model.config, run.num_tokens, by_layer=self._reports_layers)
 
     def discard(self) -> None:
-        """Put back the biases of routers, which follow the tokens of each pass."""
+        """Put back the biases of routers, which follow the tokens of each pass, as they were before the first one."""
         if self.reading.routing is not None:
             self.reading.routing.restore(self._biases)
 

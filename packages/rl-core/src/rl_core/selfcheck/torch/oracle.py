@@ -26,7 +26,7 @@ from rl_core.plugins import resolve
 from rl_core.token_filter import ALLOWED, TokenFilter, allowed_sets
 from rl_core.torch.loss import Rows
 from rl_core.torch.rows import to_rows
-from rl_core.torch.training.lora import initial_down, is_adapted, is_adapted_stack, refused_by_peft
+from rl_core.torch.training.lora import initial_down, is_adapted, is_adapted_stack, refused_by_peft, size_of
 from rl_core.user_code import implementation_name
 
 
@@ -116,9 +116,9 @@ class Oracle:
         return sums.loss(loss.totals(batch))
 
     def train_step(
-        self, batch: Batch, loss: Loss, optimizer: OptimizerConfig, max_grad_norm: float | None
+        self, batch: Batch | Sequence[Batch], loss: Loss, optimizer: OptimizerConfig, max_grad_norm: float | None
     ) -> dict[str, float]:
-        """Make one step of a torch optimizer, kept from call to call.
+        """Make one step of a torch optimizer, kept from call to call, on the loss of a batch or on the sum of several.
 
         Returns:
             `loss` and `grad_norm` as a worker reports them.
@@ -126,7 +126,8 @@ class Oracle:
         if self.optimizer is None:
             self.optimizer = _class_of(optimizer)(self.model.parameters(), **optimizer.kwargs)
         self.optimizer.zero_grad()
-        value = self.loss(batch, loss)
+        batches = [batch] if isinstance(batch, Batch) else batch
+        value = torch.stack([self.loss(each, loss) for each in batches]).sum()
         value.backward()
         grads = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
         norm = torch.stack([grad.square().sum() for grad in grads]).sum().sqrt().item()
@@ -257,9 +258,10 @@ class AdaptedExperts(nn.Module):
         super().__init__()
         self.is_transposed = is_transposed
         num_experts, outputs, inputs = weight.mT.shape if is_transposed else weight.shape
-        self.scale = config.scale
-        self.down = nn.Parameter(initial_down(name, (num_experts, config.dim, inputs), ModelSpec().seed).to(weight))
-        self.up = nn.Parameter(weight.new_zeros(num_experts, outputs, config.dim))
+        size = size_of(name, config)
+        self.scale = size.scale
+        self.down = nn.Parameter(initial_down(name, (num_experts, size.dim, inputs), ModelSpec().seed).to(weight))
+        self.up = nn.Parameter(weight.new_zeros(num_experts, outputs, size.dim))
 
     def forward(self, weight: Tensor) -> Tensor:
         """Return the weights with the adapters, expert by expert."""
@@ -277,13 +279,14 @@ class AdaptedLinear(nn.Module):
     def __init__(self, base: nn.Module, name: str, config: LoraConfig) -> None:
         super().__init__()
         self.base = base
-        self.scale = config.scale
+        size = size_of(name, config)
+        self.scale = size.scale
         weight: Any = base.weight
         self.is_transposed = isinstance(base, Conv1D)
         outputs, inputs = weight.T.shape if self.is_transposed else weight.shape
-        down = initial_down(f"{name}.weight", (config.dim, inputs), ModelSpec().seed)
+        down = initial_down(f"{name}.weight", (size.dim, inputs), ModelSpec().seed)
         self.down = nn.Parameter(down.to(weight.dtype))
-        self.up = nn.Parameter(weight.new_zeros(outputs, config.dim))
+        self.up = nn.Parameter(weight.new_zeros(outputs, size.dim))
 
     def forward(self, hidden: Tensor) -> Tensor:
         """As the linear layer's."""
@@ -338,7 +341,6 @@ def merge_files(model: nn.Module, folder: Path) -> None:
         ValueError: If the folder lists other layers than it has factors of, or layers that the model does not have.
     """
     config = json.loads((folder / "adapter_config.json").read_text())
-    scale = config["lora_alpha"] / (math.sqrt(config["r"]) if config["use_rslora"] else config["r"])
     factors = {
         name.removeprefix("base_model.model."): factor
         for name, factor in load_file(folder / "adapter_model.safetensors").items()
@@ -359,18 +361,35 @@ def merge_files(model: nn.Module, folder: Path) -> None:
         raise ValueError(f"{folder} lists {odd} without factors, or has factors of them without listing them")
     for layer, stack in stacks.items():
         down, up = (factors.pop(f"{layer}.lora_{which}.weight").to(stack.dtype) for which in "AB")
+        dim = len(down) // len(stack)
+        scale = _scale_in(config, layer.replace(".base_layer", ""), dim)
         for expert, stacked in enumerate(stack):
-            rows = slice(expert * config["r"], (expert + 1) * config["r"])
+            rows = slice(expert * dim, (expert + 1) * dim)
             stacked += scale * up[:, expert :: len(stack)] @ down[rows]
     for layer in named:
         weight: Any = model.get_submodule(layer).weight
         down, up = (factors.pop(f"{layer}.lora_{which}.weight").to(weight.dtype) for which in "AB")
-        added = scale * up @ down
+        added = _scale_in(config, layer, len(down)) * up @ down
         weight += added.T if isinstance(model.get_submodule(layer), Conv1D) else added
     for name in config["modules_to_save"] or ():
         cast("Tensor", model.get_submodule(name).weight).copy_(factors.pop(f"{name}.weight"))
     if factors:
         raise ValueError(f"{folder} holds {sorted(factors)}, which belong to no adapter")
+
+
+def _scale_in(config: Mapping[str, Any], layer: str, dim: int) -> float:
+    """Return the scale of the adapter of a layer, whose factors have this rank, by an `adapter_config.json`.
+
+    Raises:
+        ValueError: If the config has another rank for the layer.
+    """
+    rank, alpha = (
+        config["rank_pattern"].get(layer, config["r"]),
+        config["alpha_pattern"].get(layer, config["lora_alpha"]),
+    )
+    if rank != dim:
+        raise ValueError(f"the config of the adapter has rank {rank} for {layer}, whose factors have {dim}")
+    return float(alpha / (math.sqrt(dim) if config["use_rslora"] else dim))
 
 
 def _is_transposed(experts: Any) -> bool:

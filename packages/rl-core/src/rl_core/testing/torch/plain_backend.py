@@ -42,6 +42,7 @@ from rl_core.torch import (
     TrainingParts,
     TrainingWorker,
     WeightFiles,
+    add_grads,
     build_optimizer,
     check_patterns,
     describe_parameters,
@@ -54,6 +55,7 @@ from rl_core.torch import (
     read_hf_config,
     read_tensors,
     scalar_reads,
+    take_grads,
 )
 
 SCORE = "score.weight"
@@ -208,6 +210,14 @@ class PlainOptimizer:
     def zero_grad(self) -> None:
         """Free the gradients."""
         self.inner.zero_grad(set_to_none=True)
+
+    def take_grads(self) -> dict[nn.Parameter, Tensor]:
+        """Return the gradients by parameter, and free them."""
+        return take_grads(self._hf.parameters())
+
+    def add_grads(self, taken: dict[nn.Parameter, Tensor]) -> None:
+        """Add gradients that were taken."""
+        add_grads(taken)
 
     def _grads(self) -> list[Tensor]:
         return [parameter.grad for parameter in self._hf.parameters() if parameter.grad is not None]

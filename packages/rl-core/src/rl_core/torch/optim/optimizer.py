@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import product
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, SequentialLR
 
+from rl_core.model import StepSettings
 from rl_core.model_config import OptimizerConfig, SchedulerConfig
 from rl_core.torch.optim.muon import IS_MATRIX, Muon
 from rl_core.torch.optim.parameters import OptimizedParameter, rate_of
@@ -41,6 +43,21 @@ def with_fused_step(config: OptimizerConfig, parameters: Sequence[nn.Parameter])
     if config.name not in FUSED or WAYS_TO_STEP & set(config.kwargs) or not is_fusable:
         return config
     return config.model_copy(update={"kwargs": {**config.kwargs, "fused": True}})
+
+
+def take_grads(parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
+    """Return the gradient of each parameter that has one, and leave none."""
+    taken = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            taken[parameter], parameter.grad = parameter.grad, None
+    return taken
+
+
+def add_grads(taken: Mapping[nn.Parameter, Tensor]) -> None:
+    """Add gradients of `take_grads` to those that their parameters have now."""
+    for parameter, grad in taken.items():
+        parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
 
 
 def counts_on_device(optimizer: Optimizer) -> bool:
@@ -101,6 +118,37 @@ def build_optimizer(
         if (scale := scales[number % len(scales)]) != 1:
             part["lr"] *= scale
     return optimizer
+
+
+@contextmanager
+def stepped_by(settings: StepSettings, optimizer: Optimizer) -> Iterator[float]:
+    """Set the settings of one step in the parameter groups, and put back those that were there; yields the learning
+    rate of the first group.
+
+    Groups keep the ratios of their learning rates. A group that the config exempts from weight decay stays exempt.
+
+    Raises:
+        ValueError: For a setting that no group has.
+    """
+    groups = optimizer.param_groups
+    before = [dict(group) for group in groups]
+    values = {**settings.kwargs, **({} if settings.lr is None else {"lr": settings.lr})}
+    for name in values:
+        if not any(name in group for group in groups):
+            known = ", ".join(sorted(set().union(*groups) - {"params", "initial_lr"}))
+            raise ValueError(f"{type(optimizer).__name__} has no setting {name!r} for a step; it has {known}")
+    base = groups[0].get("initial_lr", groups[0].get("lr"))
+    try:
+        for group in groups:
+            for name, value in values.items():
+                if name == "lr" and base:
+                    group[name] = value * (group.get("initial_lr", group["lr"]) / base)
+                elif name in group and not (name == "weight_decay" and not group[name] and optimizer.defaults[name]):
+                    group[name] = tuple(value) if isinstance(value, list) else value
+        yield float(groups[0]["lr"])
+    finally:
+        for group, kept in zip(groups, before, strict=True):
+            group.update({name: kept[name] for name in values if name in kept})
 
 
 _UNNAMED = OptimizedParameter(("",), is_norm_or_bias=False)

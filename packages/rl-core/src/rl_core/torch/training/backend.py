@@ -130,6 +130,7 @@ class Pass:
         num_tokens: Number of tokens of this rank's rows, in all microbatches.
         compares: Whether the results are compared with logprobs of another pass, so that the model's own dropout would
             move their ratio away from 1.
+        adds: Whether the gradient is added to that of an earlier pass before a step.
     """
 
     microbatches: Microbatches
@@ -138,6 +139,7 @@ class Pass:
     on_reads: OnReads
     num_tokens: int
     compares: bool = False
+    adds: bool = False
 
 
 class RankModel(Protocol):
@@ -194,7 +196,7 @@ class RankModel(Protocol):
         data-parallel ranks; this rank's part of metrics of the model's own."""
 
     def discard(self) -> None:
-        """Undo what the last backward pass changed in addition to gradients, as its step is skipped."""
+        """Undo what the backward passes since the last step changed in addition to gradients, as theirs is skipped."""
 
     def trained_parts(self) -> list[Tensor]:
         """Return this rank's part of every tensor that trains, the same ones on each call."""
@@ -278,6 +280,12 @@ class RankOptimizer(Protocol):
 
     def zero_grad(self) -> None:
         """Free or empty gradients, so that the next pass begins with none."""
+
+    def take_grads(self) -> Any:
+        """Return this rank's part of the gradient for `add_grads`, and free or empty it."""
+
+    def add_grads(self, taken: Any) -> None:
+        """Add what `take_grads` returned to this rank's part of the gradient."""
 
 
 class RankState(Protocol):

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,10 +21,11 @@ from rl_core.data.ragged import Ragged
 from rl_core.errors import RLError
 from rl_core.images import IMAGES
 from rl_core.metrics import Metric
-from rl_core.model import DIVERGENCES, UNDIVIDED, Loss, Read, read_columns
+from rl_core.model import DIVERGENCES, UNDIVIDED, Loss, Read, StepSettings, read_columns
 from rl_core.plugins import resolve
 from rl_core.torch.heads.reads import ROW_READS
 from rl_core.torch.loss import LossSums, MetricSum, Rows
+from rl_core.torch.optim.optimizer import stepped_by
 from rl_core.torch.rows import idle_rows, to_rows
 from rl_core.torch.training.backend import Microbatch, Microbatches, OnReads, Pass, RankMesh, RankModel, RankOptimizer
 from rl_core.user_code import implementation_name
@@ -32,6 +33,8 @@ from rl_core.user_code import implementation_name
 _log = logging.getLogger(__name__)
 
 NO_PIPELINE = Pipeline()
+
+AS_CONFIGURED = StepSettings()
 
 SHARED_TOKENS = "shared_tokens"
 """Metric of a model that computes shared prefixes once: the share of the rows' tokens that it did not compute."""
@@ -54,9 +57,7 @@ def run_reads(
     def collect(microbatch: Microbatch, columns: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
         if not microbatch.is_own:
             return None
-        # Small columns are on the host once the device is synchronised. A large one is waited for here, because a copy
-        # that does not wait takes pinned memory.
-        return {name: column.to("cpu", non_blocking=column.dim() == 1) for name, column in columns.items()}
+        return {name: _to_host(column) for name, column in columns.items()}
 
     microbatches = _on_device(inputs.with_columns(extra), plan, id_columns, model, mesh)
     results = model.read(Pass(microbatches, reads, temperature, collect, _num_tokens(inputs)))
@@ -78,79 +79,171 @@ def run_evaluation(
         if microbatch.is_own:
             loss_pass.microbatch(microbatch.rows, columns)
 
-    model.read(_pass(model, loss_pass, batch, measure, batching=batching, mesh=mesh))
+    model.read(_pass(model, loss_pass, batch, measure, batching=batching, mesh=mesh).run)
     return loss_pass.metrics() if mesh.coordinates.leads else {}
 
 
-def run_train_step(
-    model: RankModel,
-    optimizer: RankOptimizer,
-    batch: Batch,
-    loss: Loss,
-    *,
-    schedule: LRScheduler | None,
-    max_grad_norm: float | None,
-    skipped: SkippedSteps,
-    batching: Batching,
-    mesh: RankMesh,
-    loss_scale: LossScale | None = None,
-) -> dict[str, Metric]:
-    """Compute gradients over all microbatches, then make one optimizer and schedule step; collective.
+class TrainingSteps:
+    """Gradients and optimizer steps of one rank's model, the same on every backend; every method is collective.
 
-    The optimizer step is skipped if the gradient is not finite; the schedule advances nonetheless. With a loss scale
-    that can fall, such a step is an overflow, which `skipped` does not count.
+    The usage loop::
 
-    Raises:
-        RLError: If more steps in a row were skipped than `skipped` allows; nothing is stepped then.
+        for batch in batches:
+            metrics, logprobs = steps.accumulate(batch, loss)
+        metrics = steps.apply()
+
+    Args:
+        model: This rank's part of the model.
+        optimizer: Steps this rank's part of the parameters.
+        schedule: Of the learning rate; None for a constant one.
+        max_grad_norm: Larger gradients are scaled down to this norm; None for no limit.
+        skipped: Decides whether a gradient is stepped.
+        batching: Microbatches of a pass.
+        mesh: The ranks of the model.
+        loss_scale: Factor of losses in float16; None for none.
+
+    Attributes:
+        is_pending: True if there is a gradient that has been neither applied nor discarded.
     """
-    loss_pass = LossPass(loss, batch, mesh.data)
 
-    def share(microbatch: Microbatch, columns: Mapping[str, Tensor]) -> Tensor:
-        own = loss_pass.microbatch(microbatch.rows, columns) if microbatch.is_own else idle(columns)
-        return own if scale == 1 else own * scale
+    def __init__(
+        self,
+        model: RankModel,
+        optimizer: RankOptimizer,
+        *,
+        schedule: LRScheduler | None,
+        max_grad_norm: float | None,
+        skipped: SkippedSteps,
+        batching: Batching,
+        mesh: RankMesh,
+        loss_scale: LossScale | None = None,
+    ) -> None:
+        self._model, self._optimizer, self._schedule = model, optimizer, schedule
+        self._max_grad_norm, self._skipped, self._loss_scale = max_grad_norm, skipped, loss_scale
+        self._batching, self._mesh = batching, mesh
+        self.is_pending = False
 
-    scale = 1.0 if loss_scale is None else loss_scale.value
-    lr = optimizer.inner.param_groups[0]["lr"]
-    try:
-        run = _pass(model, loss_pass, batch, share, batching=batching, mesh=mesh)
-        own = model.accumulate(run)
-        norm = optimizer.grad_norm() / scale
-        overflows = loss_scale is not None and loss_scale.overflows(norm)
-        steps = not overflows and skipped.admits(norm)
-        if steps:
-            factor = 1 / scale
-            # `torch.nn.utils.clip_grad_norm_` has the same factor.
-            if max_grad_norm is not None and (clip := max_grad_norm / (norm + 1e-6)) < 1.0:
-                factor *= clip
-            if factor != 1:
-                optimizer.scale_grads(factor)
-            optimizer.step()
-        else:
-            model.discard()
-    finally:
-        optimizer.zero_grad()
-    if schedule is not None:
-        schedule.step()
-    if not mesh.coordinates.leads:
-        return {}
-    metrics = {**loss_pass.metrics(), **own}
-    num_microbatches = len(run.microbatches)
-    if batching.packed and batching.max_tokens is not None:
-        num_shared = own[SHARED_TOKENS].value if SHARED_TOKENS in own else 0.0
-        filled = run.num_tokens - num_shared
-        metrics["packing_efficiency"] = Metric(filled, num_microbatches * batching.max_tokens)
-    if model.pipeline.size > 1:
-        bubble = model.pipeline.bubble(num_microbatches)
-        metrics["pipeline_bubble"] = Metric(bubble, reduction="max", over_updates="mean")
-    if loss_scale is not None:
-        metrics["loss_scale"] = Metric(scale, reduction="max", over_updates="last")
-        metrics["overflows"] = Metric(float(overflows), reduction="max", over_updates="sum")
-    return {
-        **metrics,
-        "grad_norm": Metric(norm, reduction="max", over_updates="mean"),
-        "lr": Metric(float(lr), reduction="max", over_updates="last"),
-        "skipped_steps": Metric(float(not steps), reduction="max", over_updates="sum"),
-    }
+    def step(self, batch: Batch, loss: Loss) -> dict[str, Metric]:
+        """Compute the gradient of a batch, then make one optimizer step; return the metrics of both.
+
+        Raises:
+            RLError: As `apply`.
+        """
+        return {**self._accumulate(batch, loss)[0], **self.apply()}
+
+    def accumulate(self, batch: Batch, loss: Loss) -> tuple[dict[str, Metric], Batch | None]:
+        """Add the gradient of a batch, whose loss is divided by its own totals, to the gradient so far. If it fails,
+        the gradient so far is discarded.
+
+        Returns:
+            This rank's part of the metrics, and the columns of the loss's reads for its rows, in their order, on ranks
+            that lead their shard.
+        """
+        metrics, run, parts = self._accumulate(batch, loss, keeps_reads=True)
+        self._mesh.kind.synchronize()
+        if not self._mesh.coordinates.leads:
+            return {}, None
+        found = [{name: column.numpy() for name, column in part.items()} for part in parts]
+        size = self._model.hf_config.get_text_config().hidden_size
+        return metrics, in_row_order(loss.reads, found, run.batch, run.plan, hidden_size=size)
+
+    def apply(self, settings: StepSettings = AS_CONFIGURED) -> dict[str, Metric]:
+        """Make one optimizer and schedule step with the gradient so far, and begin a new gradient.
+
+        The optimizer step is skipped if the gradient is not finite; the schedule advances nonetheless. With a loss
+        scale that can fall, such a step is an overflow, which does not count as skipped.
+
+        Args:
+            settings: Values that hold for this step only.
+
+        Raises:
+            ValueError: If there is no gradient, or the optimizer does not have one of the settings.
+            RLError: If more steps in a row were skipped than the config allows; nothing is stepped then.
+        """
+        if not self.is_pending:
+            raise ValueError("there is no gradient to step with; call accumulate first")
+        optimizer, limit = self._optimizer, settings.max_grad_norm or self._max_grad_norm
+        scale = 1.0 if self._loss_scale is None else self._loss_scale.value
+        try:
+            with stepped_by(settings, optimizer.inner) as lr:
+                norm = optimizer.grad_norm() / scale
+                overflows = self._loss_scale is not None and self._loss_scale.overflows(norm)
+                steps = not overflows and self._skipped.admits(norm)
+                if steps:
+                    factor = 1 / scale
+                    # `torch.nn.utils.clip_grad_norm_` has the same factor.
+                    if limit is not None and (clip := limit / (norm + 1e-6)) < 1.0:
+                        factor *= clip
+                    if factor != 1:
+                        optimizer.scale_grads(factor)
+                    optimizer.step()
+                else:
+                    self._model.discard()
+        finally:
+            self._forget()
+        if self._schedule is not None:
+            self._schedule.step()
+        if not self._mesh.coordinates.leads:
+            return {}
+        metrics: dict[str, Metric] = {}
+        if self._loss_scale is not None:
+            metrics["loss_scale"] = Metric(scale, reduction="max", over_updates="last")
+            metrics["overflows"] = Metric(float(overflows), reduction="max", over_updates="sum")
+        return {
+            **metrics,
+            "grad_norm": Metric(norm, reduction="max", over_updates="mean"),
+            "lr": Metric(lr, reduction="max", over_updates="last"),
+            "skipped_steps": Metric(float(not steps), reduction="max", over_updates="sum"),
+        }
+
+    def discard(self) -> None:
+        """Begin a new gradient; the one so far is not stepped."""
+        if self.is_pending:
+            self._model.discard()
+            self._forget()
+
+    def _forget(self) -> None:
+        self._optimizer.zero_grad()
+        self.is_pending = False
+
+    def _accumulate(
+        self, batch: Batch, loss: Loss, *, keeps_reads: bool = False
+    ) -> tuple[dict[str, Metric], _PlannedPass, list[dict[str, Tensor]]]:
+        """Return this rank's part of the metrics, the pass, and the kept columns of its microbatches."""
+        loss_pass = LossPass(loss, batch, self._mesh.data)
+        parts: list[dict[str, Tensor]] = []
+        scale = 1.0 if self._loss_scale is None else self._loss_scale.value
+
+        def share(microbatch: Microbatch, columns: Mapping[str, Tensor]) -> Tensor:
+            own = loss_pass.microbatch(microbatch.rows, columns) if microbatch.is_own else idle(columns)
+            if keeps_reads and microbatch.is_own:
+                parts.append({name: _to_host(column.detach()) for name, column in columns.items()})
+            return own if scale == 1 else own * scale
+
+        # Collectives of a pass are over its own gradient alone.
+        earlier = self._optimizer.take_grads() if self.is_pending else None
+        try:
+            planned = _pass(self._model, loss_pass, batch, share, batching=self._batching, mesh=self._mesh)
+            run = replace(planned.run, adds=self.is_pending)
+            self.is_pending = True
+            own = self._model.accumulate(run)
+            if earlier is not None:
+                self._optimizer.add_grads(earlier)
+        except BaseException:
+            self._forget()
+            raise
+        if not self._mesh.coordinates.leads:
+            return {}, planned, []
+        metrics = {**loss_pass.metrics(), **own}
+        num_microbatches, batching = len(run.microbatches), self._batching
+        if batching.packed and batching.max_tokens is not None:
+            num_shared = own[SHARED_TOKENS].value if SHARED_TOKENS in own else 0.0
+            filled = run.num_tokens - num_shared
+            metrics["packing_efficiency"] = Metric(filled, num_microbatches * batching.max_tokens)
+        if self._model.pipeline.size > 1:
+            bubble = self._model.pipeline.bubble(num_microbatches)
+            metrics["pipeline_bubble"] = Metric(bubble, reduction="max", over_updates="mean")
+        return metrics, planned, parts
 
 
 def plan_together(
@@ -219,9 +312,17 @@ def in_row_order(
     return Batch(columns)
 
 
+class _PlannedPass(NamedTuple):
+    """A pass of a loss, with its rows and those of each of its microbatches."""
+
+    run: Pass
+    batch: Batch
+    plan: list[np.ndarray]
+
+
 def _pass(
     model: RankModel, loss_pass: LossPass, batch: Batch, on_reads: OnReads, *, batching: Batching, mesh: RankMesh
-) -> Pass:
+) -> _PlannedPass:
     """Return the pass of a loss, whose rows also have the columns that the model itself needs; collective."""
     extra = model.extra_columns(batch, for_loss=True)
     columns = loss_pass.columns.with_columns(extra)
@@ -229,7 +330,14 @@ def _pass(
     loss = loss_pass.loss
     microbatches = _on_device(columns, plan, read_columns(loss.reads), model, mesh)
     compares = not _OF_OTHER_PASSES.isdisjoint(loss.columns)
-    return Pass(microbatches, loss.reads, loss.temperature, on_reads, _num_tokens(columns), compares)
+    run = Pass(microbatches, loss.reads, loss.temperature, on_reads, _num_tokens(columns), compares)
+    return _PlannedPass(run, columns, plan)
+
+
+def _to_host(column: Tensor) -> Tensor:
+    # Small columns are on the host once the device is synchronised. A large one is waited for here, because a copy that
+    # does not wait takes pinned memory.
+    return column.to("cpu", non_blocking=column.dim() == 1)
 
 
 def _num_tokens(batch: Batch) -> int:
@@ -319,7 +427,7 @@ class LossPass:
 
         Over all microbatches and ranks the shares add up to the loss.
         """
-        sums = self._compute(self.loss, reads, rows)
+        sums = self._sums(rows, reads)
         unknown = sorted(set(sums.objective) - set(self.totals) - {UNDIVIDED})
         if unknown:
             raise ValueError(
@@ -332,6 +440,18 @@ class LossPass:
             weight = part.denominator.detach() if isinstance(part.denominator, Tensor) else part.denominator
             self._parts.setdefault(name, []).append(MetricSum(part.value.detach(), weight, part.reduction))
         return share if share.requires_grad or not torch.is_grad_enabled() else share + idle(reads)
+
+    def _sums(self, rows: Rows, reads: Mapping[str, Tensor]) -> LossSums:
+        try:
+            return self._compute(self.loss, reads, rows)
+        except RuntimeError as error:
+            by_row = [name for name in self.loss.columns if isinstance(self.columns.columns[name], np.ndarray)]
+            if not by_row or "size of tensor" not in str(error):
+                raise
+            raise ValueError(
+                f"{self.loss.implementation}: {error}. {' and '.join(by_row)} {'has' if len(by_row) == 1 else 'have'} "
+                f"a value per row; rows.per_token({by_row[0]!r}) has it at each token of the row"
+            ) from error
 
     def metrics(self) -> dict[str, Metric]:
         """Return this rank's parts: `loss`, `num_tokens` (all tokens of the rows) and the implementation's metrics."""

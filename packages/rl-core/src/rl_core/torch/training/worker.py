@@ -6,8 +6,8 @@ import gc
 import json
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -19,7 +19,7 @@ from rl_core.data.batch import TOKENS, Batch
 from rl_core.data.microbatch import Batching
 from rl_core.facts.vllm_readings import write_serving_note
 from rl_core.metrics import Metric
-from rl_core.model import HEADLESS_ROLES, Coordinates, Loss, ModelPart, ModelSpec, Read, SavedFile
+from rl_core.model import HEADLESS_ROLES, Coordinates, Loss, ModelPart, ModelSpec, Read, SavedFile, StepSettings
 from rl_core.model_config import ModelConfig
 from rl_core.torch.files.model_files import CONFIG, WeightFiles, copy_side_files, copy_tokenizer, fetched_folder
 from rl_core.torch.heads.reads import check_reads
@@ -35,7 +35,7 @@ from rl_core.torch.training.lora import check_base
 from rl_core.torch.training.memory import planned_step
 from rl_core.torch.training.peft_form import AdapterExport
 from rl_core.torch.training.publishing import manifest_of, send_weights
-from rl_core.torch.training.step import LossScale, SkippedSteps, run_evaluation, run_reads, run_train_step
+from rl_core.torch.training.step import LossScale, SkippedSteps, TrainingSteps, run_evaluation, run_reads
 from rl_core.torch.transport import SendingEnd, interrupt
 from rl_core.weights import Manifest, Transport, WeightForm
 
@@ -54,6 +54,7 @@ class _WorkerPart:
     _weights: RankWeights
     _precision: str
     _sending: SendingEnd
+    _steps: TrainingSteps | None
 
     def coordinates(self) -> Coordinates:
         """Return this rank's place on the mesh."""
@@ -78,12 +79,20 @@ class _WorkerPart:
         Raises:
             CheckpointDamaged: On every rank, naming the first of the files that is missing or differs.
         """
+        if self._steps is not None:
+            self._steps.discard()
         self._residency.require("parameters", "optimizer")
         verify_files(Path(path), files, self._mesh.control)
         self._checkpoint.load(Path(path))
 
     def offload(self, parts: Sequence[ModelPart] = ("parameters", "optimizer")) -> None:
-        """Move these parts to host memory; on `cpu` they are there already, and only later use is refused."""
+        """Move these parts to host memory; on `cpu` they are there already, and only later use is refused.
+
+        Raises:
+            ValueError: If there is a gradient that has been neither applied nor discarded.
+        """
+        if self._steps is not None and self._steps.is_pending:
+            raise ValueError("the model has a gradient and cannot leave its device; call apply or discard first")
         self._residency.offload(parts)
 
     def onload(self, parts: Sequence[ModelPart] = ("parameters", "optimizer")) -> None:
@@ -166,7 +175,6 @@ class TrainingWorker(_WorkerPart):
         self._reference = Reference(self._model.trained_parts) if spec.keeps_reference else None
         inner = None if self._optimizer is None else self._optimizer.inner
         self._schedule = None if inner is None else build_schedule(config.scheduler, inner)
-        self._skipped = SkippedSteps(config.max_skipped_steps, config.skipped_grad_norm)
         # Operations per second of the ranks that share a data-parallel shard; None if they are not known.
         peak = None if config.precision == "float32" else peak_flops(mesh.kind.chip)
         self._loss_scale = LossScale() if spec.trains and config.precision == "float16" else None
@@ -182,6 +190,19 @@ class TrainingWorker(_WorkerPart):
         self._training, self._reading = (
             replace(batching, shares_prefixes=parts.shares_prefixes) for batching in (self._training, self._reading)
         )
+        self._steps = None
+        if spec.trains:
+            assert self._optimizer is not None, "a backend builds the optimizer of a model that trains"
+            self._steps = TrainingSteps(
+                self._model,
+                self._optimizer,
+                schedule=self._schedule,
+                max_grad_norm=config.max_grad_norm,
+                skipped=SkippedSteps(config.max_skipped_steps, config.skipped_grad_norm),
+                batching=self._training,
+                mesh=mesh,
+                loss_scale=self._loss_scale,
+            )
 
     def infer(
         self, batch: Batch, reads: Sequence[Read], *, reference: bool = False, temperature: float = 1.0
@@ -215,6 +236,30 @@ class TrainingWorker(_WorkerPart):
         self._residency.require("parameters")
         return run_evaluation(self._model, batch, loss, batching=self._training, mesh=self._mesh)
 
+    def accumulate(self, batch: Batch, loss: Loss) -> tuple[Mapping[str, Metric], Batch | None]:
+        """Add the gradient of all ranks' shards to the gradient so far, and return this rank's part of the metrics and,
+        on ranks that lead their shard, the columns of the loss's reads.
+
+        Raises:
+            ValueError, RuntimeError: As `train_step`.
+        """
+        with self._step(loss) as steps:
+            return steps.accumulate(batch, loss)
+
+    def apply(self, settings: StepSettings | None = None) -> Mapping[str, Metric]:
+        """Make one optimizer and schedule step with the gradient so far, and return this rank's part of the metrics.
+
+        Raises:
+            ValueError: If there is no gradient, or a setting that the optimizer does not have.
+            RuntimeError: Naming parts that are offloaded.
+        """
+        self._residency.require("parameters", "optimizer")
+        return self._training_steps().apply(settings or StepSettings())
+
+    def discard(self) -> None:
+        """Begin a new gradient; the one so far, if any, is not stepped."""
+        self._training_steps().discard()
+
     def train_step(self, batch: Batch, loss: Loss) -> Mapping[str, Metric]:
         """Make one optimizer and schedule step on all ranks' shards, and return this rank's part of the metrics.
 
@@ -226,26 +271,8 @@ class TrainingWorker(_WorkerPart):
             RuntimeError: Naming parts that are offloaded.
         """
         start = time.perf_counter()
-        check_reads(self._spec.role, loss.reads)
-        self._residency.require("parameters", "optimizer")
-        if not self._spec.trains:
-            raise ValueError("this model does not train; build it with ModelSpec(trains=True)")
-        assert self._optimizer is not None
-        plan, self._plan_step = self._plan_step, None
-        # All that shares the devices has been started and has left them again when the first step begins.
-        with nullcontext() if plan is None else planned_step(plan, self._mesh.kind, self._mesh.control):
-            metrics = run_train_step(
-                self._model,
-                self._optimizer,
-                batch,
-                loss,
-                schedule=self._schedule,
-                max_grad_norm=self._config.max_grad_norm,
-                skipped=self._skipped,
-                batching=self._training,
-                mesh=self._mesh,
-                loss_scale=self._loss_scale,
-            )
+        with self._step(loss) as steps:
+            metrics = steps.step(batch, loss)
         if self._model.shape is None or not self._mesh.coordinates.leads:
             return metrics
         flops = self._model.shape.training_flops(batch.ragged(TOKENS).lengths)
@@ -295,11 +322,27 @@ class TrainingWorker(_WorkerPart):
         finally:
             self._mesh.leave()
         self._model.close()
-        del self._model, self._weights, self._adapters, self._optimizer, self._schedule
+        del self._model, self._weights, self._adapters, self._optimizer, self._schedule, self._steps
         del self._reference, self._residency, self._checkpoint, self._plan_step, self.draft_head
         # Modules and wrappers form cycles, which keep memory and the sockets of groups until they are collected.
         gc.collect()
         self._mesh.kind.release_memory()
+
+    @contextmanager
+    def _step(self, loss: Loss) -> Iterator[TrainingSteps]:
+        """Enter a context of a backward pass. The first one plans memory, because all that shares the devices has been
+        started and has left them again by then."""
+        check_reads(self._spec.role, loss.reads)
+        self._residency.require("parameters", "optimizer")
+        steps = self._training_steps()
+        plan, self._plan_step = self._plan_step, None
+        with nullcontext() if plan is None else planned_step(plan, self._mesh.kind, self._mesh.control):
+            yield steps
+
+    def _training_steps(self) -> TrainingSteps:
+        if self._steps is None:
+            raise ValueError("this model does not train; build it with ModelSpec(trains=True)")
+        return self._steps
 
     def _check_scores(self) -> None:
         """Raise a `ValueError` if the files of a model that only scores have no head, whose scores would be random."""
@@ -356,10 +399,17 @@ class DraftHead(_WorkerPart):
         seed: int,
     ) -> None:
         assert model.draft_head is not None, "a backend builds a head only if the config has one"
-        self._max_grad_norm = model.draft_head.max_grad_norm
-        self._mesh, self._residency, self._batching = mesh, residency, batching
+        self._mesh, self._residency = mesh, residency
         self._parts, self._weights, self._precision = parts, parts.weights, model.precision
-        self._skipped = SkippedSteps(model.max_skipped_steps)
+        self._steps = TrainingSteps(
+            parts.model,
+            parts.optimizer,
+            schedule=None,
+            max_grad_norm=model.draft_head.max_grad_norm,
+            skipped=SkippedSteps(model.max_skipped_steps),
+            batching=batching,
+            mesh=mesh,
+        )
         self._sending = SendingEnd(mesh.kind)
         self._checkpoint = Checkpoint(parts.state, parts.optimizer.inner, None, mesh, seed)
 
@@ -376,17 +426,7 @@ class DraftHead(_WorkerPart):
         if unknown:
             raise ValueError(f"a draft head cannot read {', '.join(unknown)}; it has {DRAFT_LOSSES}")
         self._residency.require("parameters", "optimizer")
-        return run_train_step(
-            self._parts.model,
-            self._parts.optimizer,
-            batch,
-            loss,
-            schedule=None,
-            max_grad_norm=self._max_grad_norm,
-            skipped=self._skipped,
-            batching=self._batching,
-            mesh=self._mesh,
-        )
+        return self._steps.step(batch, loss)
 
     def export(self, path: str) -> tuple[SavedFile, ...]:
         """Write the head's config and weights in the format of the files that it was loaded from."""
