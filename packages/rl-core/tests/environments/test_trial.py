@@ -68,6 +68,9 @@ def test_judges_are_not_asked_and_a_function_that_asks_one_is_not_judged_by_what
     assert "asks for 'critic'" in problem
     [problem] = try_out([replace(trial("def score(response, critic): ..."), judges=("critic",))]).problems
     assert "make it an async function" in problem
+    [problem] = try_out([replace(trial(asks), reward_models=("critic",))]).problems
+    assert "judges.critic is a reward model" in problem
+    assert "env.NAME.rewards.critic={judge: critic}" in problem
 
 
 def test_a_notebook_tries_environments_in_its_running_loop(trial):

@@ -65,11 +65,24 @@ class Trial:
         instance: The environment.
         attempts: Attempts in order; the attempts at one row are adjacent.
         judges: Names of the judges that its reward functions may ask. They are not asked before a run starts.
+        reward_models: Names of the judges that score rollouts after their groups have ended, so that no function can
+            ask them.
     """
 
     instance: EnvironmentInstance
     attempts: Sequence[Attempt]
     judges: tuple[str, ...] = ()
+    reward_models: tuple[str, ...] = ()
+
+    def remedy_of(self, reason: str) -> str:
+        """Return what to do about a function that asks for a reward model by name, as a sentence; empty for others."""
+        for name in self.reward_models:
+            if f"asks for {name!r}" in reason:
+                return (
+                    f" judges.{name} is a reward model, which scores rollouts when their groups have ended, and not in "
+                    f"functions. Add its score as a reward: env.NAME.rewards.{name}={{judge: {name}}}"
+                )
+        return ""
 
 
 class UnaskedJudges:
@@ -192,7 +205,7 @@ async def _attempt_all(pool: EnvironmentPool, trial: Trial, judges: UnaskedJudge
             continue
         said = f"{outcome.reason.removesuffix('.')}. It was tried on {attempt}"
         if outcome.fault != "raised":
-            verdict.problems.append(f"{said}.")
+            verdict.problems.append(f"{said}.{trial.remedy_of(outcome.reason)}")
             return
         raised.setdefault(attempt.place, []).append(said)
         if trial.instance.is_own and not remedy:

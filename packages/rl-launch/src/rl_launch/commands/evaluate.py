@@ -13,12 +13,11 @@ from rich.console import Console
 
 from rl_algos.data.contamination import overlaps
 from rl_algos.evaluation.summary import PromptScore, listed, summarize
-from rl_algos.judges.needs import language_judges, with_judges
+from rl_algos.judges.needs import with_judges
 from rl_algos.rollouts.driver.judged import ModelJudges
 from rl_algos.rollouts.driver.task_evaluation import EvaluationPlan, EvaluationTask
 from rl_algos.rollouts.setup import model_judges
 from rl_core.config import option
-from rl_core.environments.instance import instance_of
 from rl_core.environments.trial import Trial
 from rl_core.errors import ConfigError, RolloutsFailed, RunDirectoryError
 from rl_core.rollouts.group import RolloutGroup
@@ -35,7 +34,7 @@ from rl_launch.model_files.model_facts import check_tokenizer
 from rl_launch.run_config.checks import check_placement
 from rl_launch.run_config.inputs import check_inputs
 from rl_launch.run_config.plan import RunPlan
-from rl_launch.runtime.role_envs import try_here, try_in
+from rl_launch.runtime.role_envs import trials_on, try_here, try_in
 from rl_launch.session.directory.row_files import name_images
 from rl_launch.session.directory.run_folder import RunFolder
 
@@ -76,9 +75,7 @@ def evaluate(plan: RunPlan, *, folder: str | Path, trained: RunPlan | None = Non
     check_inputs(plan, is_evaluation=True)
     name_images(config.policy.vision, place.path)
     evaluation = plan.algorithm.evaluation(config)
-    judges = tuple(language_judges(config))
-    trials = [Trial(instance_of(config.env, name), each, judges) for name, each in evaluation.attempts().items()]
-    untried = try_here(trials, config.cluster.worker_envs)
+    untried = try_here(trials_on(config, evaluation.attempts()), config.cluster.worker_envs)
     written, plan = plan, with_local_models(plan)
     config = plan.config
 

@@ -9,11 +9,12 @@ import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from rl_algos.judges.config import judge_sections
 from rl_algos.judges.needs import language_judges
 from rl_core.algorithm import AlgorithmEvaluation
 from rl_core.devices import CPU, Device
 from rl_core.environments.instance import EnvironmentInstance, instance_of
-from rl_core.environments.trial import Trial, Verdict, try_out
+from rl_core.environments.trial import Attempt, Trial, Verdict, try_out
 from rl_core.errors import ConfigError, WorkerEnvironmentError
 from rl_core.model_config import ModelConfig
 from rl_core.plugins import Requirement
@@ -48,8 +49,19 @@ def trials_of(plan: RunPlan, loaded: Any, evaluation: AlgorithmEvaluation | None
     attempts = dict(plan.algorithm.attempts(plan.config, loaded))
     for name, each in evaluation.attempts().items() if evaluation is not None else ():
         attempts[name] = [*attempts.get(name, ()), *each]
-    judges = tuple(language_judges(plan.config))
-    return [Trial(instance_of(plan.config.env, name), each, judges) for name, each in attempts.items()]
+    return trials_on(plan.config, attempts)
+
+
+def trials_on(config: Any, attempts: Mapping[str, Sequence[Attempt]]) -> list[Trial]:
+    """Return environments with attempts and the judges of a run.
+
+    Args:
+        config: Resolved config of the run.
+        attempts: Attempts by the name of the environment.
+    """
+    judges = tuple(language_judges(config))
+    reward_models = tuple(name for name in judge_sections(config) if name not in judges)
+    return [Trial(instance_of(config.env, name), each, judges, reward_models) for name, each in attempts.items()]
 
 
 def try_here(trials: Sequence[Trial], mode: Mode) -> list[Trial]:
