@@ -65,7 +65,7 @@ WATCHED = (
 
 
 @contextmanager
-def kills() -> Iterator[None]:
+def kills(_: Path) -> Iterator[None]:
     """One replica of this process's Ray after another is killed, at random moments."""
     is_over = threading.Event()
     killer = threading.Thread(target=_kill_until, args=(is_over,), daemon=True)

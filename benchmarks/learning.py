@@ -66,8 +66,8 @@ class Measure:
     aim: Aim
 
 
-Beside = Callable[[], AbstractContextManager[None]]
-"""Work that the process of a run does during the run."""
+Beside = Callable[[Path], AbstractContextManager[None]]
+"""Work that the process of a run does during the run, whose folder it is given."""
 
 
 @dataclass(frozen=True)
@@ -467,7 +467,7 @@ def make_run(task: Task) -> None:
         SystemExit: if a signal ended the run, which goes on when the benchmark is started again.
     """
     try:
-        with task.beside():
+        with task.beside(task.run):
             result = rl_launch.train(task.recipe, [*task.settings, f"run_dir={task.run}"])
     except RLError as error:
         print(f"{task.run}: {error}\n", file=sys.stderr)

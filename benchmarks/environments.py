@@ -1,0 +1,249 @@
+"""How far tiny policies learn from environments of other packages, as they are, and from users, by seed.
+
+    python benchmarks/environments.py [--only NAME ...] [--seeds 1 2 3] [--folder FOLDER]
+
+Every run is the tiny recipe as `rl train` makes it, on the CPU; runs are as of `learning.py`. All seeds of a recipe
+begin with one model. The tokens of every rollout are compared with the turns that the environment was given, and its
+reward with one that is computed again, for games by textarena alone.
+
+`verifiers` and `textarena` need these packages (`pip install verifiers`, `pip install textarena`), and `mcp-memory`
+needs `npx`, which gets the newest `@modelcontextprotocol/server-memory`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet
+from learning import HEAD, SEEDS, Case, Curve, Measure, along, finished_runs, make_runs, rises_by, rows, run_dir
+from measurement import surroundings, table
+
+from rl_envs.calculations import CALL, facts, load
+
+START = "mcp-memory-start"
+NUMBERS = {each["title"]: each["text"] for each in facts()}
+SEARCH = '<tool_call>\n{"name": "search_nodes", "arguments": {"query": "%s"}}\n</tool_call>'
+HEADERS = {"Content-Type": "application/json"}
+MEMORY = (
+    'env.mcp_tools.command=[npx, -y, "@modelcontextprotocol/server-memory"]',
+    "env.mcp_tools.only=[search_nodes]",
+    "policy.max_total_sequence_length=320",
+)
+
+
+def found(name: str, number: str) -> str:
+    """What the memory server answers to a search for a name."""
+    entity = {"name": name, "entityType": "number", "observations": [number]}
+    return json.dumps({"entities": [entity], "relations": []}, indent=2)
+
+
+def searched(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of the form `file` of `calculations`, whose demonstration searches the memory for the name."""
+    asked, *said = row["messages"]
+    name = asked["content"].removesuffix("=")
+    if said and said[0]["content"] == CALL % name:
+        call, result, answer = said
+        number = result["content"]
+        said = [{**call, "content": SEARCH % name}, {**result, "content": found(name, number)}, answer]
+    return {**row, "messages": [asked, *said]}
+
+
+def written(folder: Path, *, demonstrations: bool) -> list[str]:
+    """Write rows for both splits and return the keys that name them."""
+    keys = []
+    for split, size in {"train": 8000 if demonstrations else 4000, "validation": 256 if demonstrations else 64}.items():
+        path = folder / f"{split}.jsonl"
+        settings = {"form": "file", "demonstrations": demonstrations, "size": size}
+        path.write_text("".join(json.dumps(searched(row)) + "\n" for row in load(settings, split)))
+        keys.append(f"data.{split}={{data_path: {path}, dataset_name: null, settings: null}}")
+    return keys
+
+
+def demonstrations(folder: Path) -> list[str]:
+    """Searches of the memory and guesses, half and half."""
+    return written(folder, demonstrations=True)
+
+
+def memory(folder: Path) -> list[str]:
+    """Names to look up, the memory of their numbers, and the model that has learned from demonstrations."""
+    path = folder / "memory.jsonl"
+    entities = [{"type": "entity", **json.loads(found(*each))["entities"][0]} for each in NUMBERS.items()]
+    path.write_text("\n".join(map(json.dumps, entities)))
+    start = run_dir(folder.parents[1], START, SEEDS[0])
+    return [
+        *written(folder, demonstrations=False),
+        f"env.mcp_tools.variables={{MEMORY_FILE_PATH: {path}}}",
+        f"policy.model_name={start}",
+    ]
+
+
+def post(served: Mapping[str, Any], path: str, key: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    headers = {"Authorization": f"Bearer {served[key]}", **HEADERS}
+    request = urllib.request.Request(f"{served['url']}/v1/{path}", json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.load(answer)
+
+
+@contextmanager
+def users(run: Path, count: int = 16) -> Iterator[None]:
+    """Users of a run who ask for sums, and a service that posts 1 for a right answer and 0 for others."""
+    ended = threading.Event()
+
+    def ask(number: int) -> None:
+        draw = random.Random(number)
+        while not ended.is_set():
+            a, b = draw.randrange(50), draw.randrange(50)
+            message = {"role": "user", "content": f"{a}+{b}="}
+            try:
+                served = json.loads((run / "live" / "endpoint.json").read_text())
+                answer = post(served, "chat/completions", "key", {"model": "policy", "messages": [message]})
+                said = answer["choices"][0]["message"]["content"].strip()
+                post(served, "reward", "reward_key", {"call": answer["id"], "reward": float(said == str(a + b))})
+            except (OSError, ValueError):  # the run has not started, it trains, or it has ended
+                ended.wait(0.5)
+
+    threads = [threading.Thread(target=ask, args=(number,), daemon=True) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        for thread in threads:
+            thread.join(60)
+
+
+def learns(recipe: str, *settings: str, metric: str = "val/reward", by: float = 0.1, **options: Any) -> Case:
+    """A recipe whose model is its own, from the held-out reward before the first step to that after the last."""
+    keys = (
+        "grpo.val_at_start=true",
+        "grpo.val_at_end=true",
+        "checkpointing.metric_name=null",
+        "logger.token_level=all",
+        "policy.generation.backend=hf",
+        *settings,
+    )
+    return Case(recipe, "grpo", (Measure(metric, rises_by(by)),), keys, warm_key="", **options)
+
+
+CASES = {
+    "verifiers": learns("verifiers-tiny"),
+    "textarena": learns("textarena-tiny"),
+    "mcp-memory": learns("mcp-tools-tiny", *MEMORY, data=memory),
+    "live": learns("live-tiny", "cluster.cpu_ranks_per_node=2", beside=users),
+}
+STARTS = {
+    START: Case(
+        "sft-calls-tiny", "sft", (), ("policy.max_total_sequence_length=320",), warm_key="", data=demonstrations
+    )
+}
+
+
+def turns_of(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The policy's turns of a rollout."""
+    return record.get("turns") or [turn for segment in record["segments"] for turn in segment["turns"]]
+
+
+def of_sum(record: Mapping[str, Any]) -> float:
+    """The reward of a sum, which users ask for in their first message."""
+    asked = record["prompt"] or record["segments"][0]["messages"]
+    left, right = asked[-1]["content"].removesuffix("=").split("+")
+    return float(turns_of(record)[-1]["text"].strip() == str(int(left) + int(right)))
+
+
+def of_name(record: Mapping[str, Any]) -> float:
+    """The reward of a number that is looked up."""
+    said, name = turns_of(record)[-1]["text"], record["prompt"][-1]["content"].removesuffix("=")
+    return float(said.strip() == NUMBERS[name])
+
+
+def of_game(record: Mapping[str, Any]) -> float:
+    """The reward of a game that is played again by textarena alone."""
+    import textarena
+
+    start = record["row"]
+    random.seed(start["seed"])
+    np.random.seed(start["seed"] % 2**32)
+    game = textarena.make(start["id"], **start["config"])
+    while isinstance(game, textarena.Wrapper):
+        game = game.env
+    game.reset(num_players=1, seed=start["seed"])
+    for turn in turns_of(record):
+        game.get_observation()
+        game.step(action=turn["text"])
+    return float(game.close()[0][0])
+
+
+AGAIN: Mapping[str, Callable[[Mapping[str, Any]], float]] = {
+    "verifiers": of_sum,
+    "textarena": of_game,
+    "mcp-memory": of_name,
+    "live": of_sum,
+}
+"""Rewards that follow from the record of a rollout."""
+
+
+def checked(run: Path, again: Callable[[Mapping[str, Any]], float]) -> tuple[int, int, int, int]:
+    """Count the rollouts of a run: all, failed, those whose tokens are not their turns, those with another reward."""
+    num_rollouts = num_failed = num_other_tokens = num_other_rewards = 0
+    for path in sorted((run / "rollouts").glob("step_*.jsonl")):
+        records = [json.loads(line) for line in path.read_text().splitlines()]
+        tokens = pyarrow.parquet.read_table(path.with_name(f"tokens_{path.stem.removeprefix('step_')}.parquet"))
+        texts = [b""] * len(records)
+        for token in tokens.to_pylist():
+            if token["weight_version"] is not None and not token["is_special"]:
+                texts[token["rollout"]] += token["text"]
+        for record, text in zip(records, texts, strict=True):
+            num_rollouts += 1
+            num_failed += record["status"] == "failed"
+            num_other_tokens += text.decode() != "".join(turn["text"] for turn in turns_of(record))
+            if record["status"] != "failed":
+                num_other_rewards += again(record) != record["rewards"]["reward"]
+    return num_rollouts, num_failed, num_other_tokens, num_other_rewards
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES), metavar="NAME", help=" ".join(CASES))
+    parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS, metavar="N", help="(1 2 3)")
+    parser.add_argument("--folder", type=Path, default=Path("runs/environments"), help="of the runs (%(default)s)")
+    parser.add_argument("--steps", type=int, metavar="N", help="of each run, instead of the recipe's")
+    parser.add_argument("--table", action="store_true", help="start nothing: show the runs that are finished")
+    chosen = parser.parse_args()
+    folder = chosen.folder.absolute()
+    cases: dict[str, Case] = {name: CASES[name] for name in chosen.only}
+    if chosen.steps:
+        key = f"grpo.max_num_steps={chosen.steps}"
+        cases = {name: replace(case, settings=(*case.settings, key)) for name, case in cases.items()}
+    if not chosen.table:
+        if "mcp-memory" in cases:
+            make_runs(STARTS, SEEDS[:1], folder, num_jobs=1)
+        make_runs(cases, chosen.seeds, folder, num_jobs=1)
+    runs = {name: finished_runs(folder, name, chosen.seeds) for name in cases}
+    curves = {
+        (name, measure.metric): [Curve.of(run, measure.metric) for run in runs[name]]
+        for name, case in cases.items()
+        for measure in case.measures
+    }
+    print(f"{surroundings('rl-launch', 'rl-algos', 'rl-envs')}\n")
+    print(table(HEAD, rows(cases, curves)))
+    print(f"\n{table(('environment', 'metric', 'steps', 'values of each seed'), along(curves))}\n")
+    checks: list[Sequence[str]] = [
+        (name, *map(str, checked(run.path, AGAIN[name]))) for name in cases for run in runs[name]
+    ]
+    print(table(("environment", "rollouts", "failed", "with other tokens", "with another reward"), checks))
+
+
+if __name__ == "__main__":
+    main()
