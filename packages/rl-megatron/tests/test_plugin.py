@@ -28,13 +28,14 @@ def test_defaults_have_no_problems():
 @pytest.mark.parametrize(
     ("name", "kwargs", "key"),
     [
-        ("Adafactor", {}, "optimizer.name"),
-        ("AdamW", {"differentiable": True}, "optimizer.kwargs.differentiable"),
-        ("AdamW", {"capturable": True}, "optimizer.kwargs.capturable"),
+        ("torch.optim.Adafactor", {}, "optimizer.name"),
+        ("rl_core.torch.EightBitAdamW", {}, "optimizer.name"),
+        ("torch.optim.AdamW", {"differentiable": True}, "optimizer.kwargs.differentiable"),
+        ("torch.optim.AdamW", {"capturable": True}, "optimizer.kwargs.capturable"),
     ],
 )
 def test_an_optimizer_that_cannot_step_parts_of_parameters_is_refused(name, kwargs, key):
-    optimizer = OptimizerConfig(name=f"torch.optim.{name}", kwargs=kwargs)
+    optimizer = OptimizerConfig(name=name, kwargs=kwargs)
     assert list(problems(ModelConfig(model_name="model", optimizer=optimizer))) == [key]
 
 
@@ -171,7 +172,8 @@ def test_only_the_optimizer_is_spread_over_data_parallel_ranks(data, tensor, sta
         distributed_data_parallel_config={"grad_reduce_in_fp32": reduces_wide},
     )
     ranks, model = data * tensor * stages, ModelConfig(model_name="model")
-    found = PLUGIN.memory(model, backend, ModelSize(layers=64e9), ranks, trains=True)
+    size = ModelSize(layers=64e9)
+    found = PLUGIN.memory(model, backend, size, ranks, trained=size)
     assert ranks * found.device == 64e9 * (each * data + 12)
     # gradients are dropped while others use the device
     assert ranks * found.kept == 64e9 * (2 * data + 12)
@@ -179,15 +181,24 @@ def test_only_the_optimizer_is_spread_over_data_parallel_ranks(data, tensor, sta
 
 def test_experts_are_split_over_expert_parallel_ranks():
     backend = MegatronConfig(expert_model_parallel_size=8)
-    found = PLUGIN.memory(ModelConfig(model_name="model"), backend, ModelSize(0, experts=8e9), 32, trains=True)
+    size = ModelSize(0, experts=8e9)
+    found = PLUGIN.memory(ModelConfig(model_name="model"), backend, size, 32, trained=size)
     assert found.device == 1e9 * (6 + 12 / 4)
 
 
-def test_adapters_and_models_that_do_not_train_need_only_the_weights():
+def test_a_model_that_does_not_train_needs_only_the_weights():
     size, backend = ModelSize(layers=8e9), MegatronConfig(tensor_model_parallel_size=2)
-    adapters = ModelConfig(model_name="model", lora_cfg=LoraConfig(enabled=True))
-    for model, trains in ((adapters, True), (ModelConfig(model_name="model"), False)):
-        assert PLUGIN.memory(model, backend, size, 4, trains=trains).device == 8e9
+    found = PLUGIN.memory(ModelConfig(model_name="model"), backend, size, 4, trained=ModelSize(0))
+    assert (found.device, found.kept, found.weights) == (8e9, 8e9, 0)
+
+
+def test_frozen_parameters_have_no_state_and_muon_keeps_one_number_of_a_matrix():
+    size, trained = ModelSize(layers=4e9, embedding=1e9, head=1e9), ModelSize(layers=2e9, head=1e9)
+    muon = ModelConfig(model_name="model", optimizer={"name": "torch.optim.Muon", "kwargs": {"lr": 1e-3}})
+    for model, matrices in ((ModelConfig(model_name="model"), 12), (muon, 8)):
+        found = PLUGIN.memory(model, MegatronConfig(), size, 1, trained=trained)
+        assert found.kept == 6e9 * 2 + 2e9 * matrices + 1e9 * 12
+        assert found.device == found.kept + 3e9 * 4
 
 
 def test_float16_is_refused_by_name():

@@ -2,7 +2,8 @@
 
 import pytest
 
-from rl_core.facts.model_size import ModelSize, size_of_fields, size_of_name
+from rl_core.facts.model_size import ModelSize, size_of_fields, size_of_name, trained_size
+from rl_core.model_config import ModelConfig
 
 
 @pytest.mark.parametrize(
@@ -38,3 +39,36 @@ def test_fields_that_do_not_determine_the_size_are_not_guessed(fields):
 def test_one_end_of_the_model_is_on_the_largest_pipeline_stage():
     size = ModelSize(layers=80, embedding=5, head=5)
     assert [size.dense_of_stage(stages) for stages in (1, 8)] == [90, 15]
+
+
+FIELDS = {
+    "hidden_size": 8,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "intermediate_size": 16,
+    "vocab_size": 32,
+}
+ATTENTION, MLP, END = 3 * 8 * 8, 3 * 8 * 16, 32 * 8
+
+
+@pytest.mark.parametrize(
+    ("patterns", "layers", "embedding", "head"),
+    [
+        ({}, 3 * (ATTENTION + MLP), END, END),
+        ({"freeze": ["model.embed_tokens", "*.mlp"]}, 3 * ATTENTION, 0, END),
+        ({"train_only": ["model.layers.2", "*norm*"]}, ATTENTION + MLP, 0, 0),
+        ({"train_only": ["*norm*"]}, 0, 0, 0),
+        # The names of another model are not known here, so everything is counted.
+        ({"freeze": ["model.vision_tower"]}, 3 * (ATTENTION + MLP), END, END),
+    ],
+)
+def test_what_trains_is_counted_by_patterns(patterns, layers, embedding, head):
+    model = ModelConfig(model_name="model", **patterns)
+    found = trained_size(model, FIELDS, size_of_fields(FIELDS))
+    assert found == ModelSize(layers, embedding=embedding, head=head)
+
+
+def test_a_size_from_a_name_trains_as_a_whole():
+    size = size_of_name("org/model-7B")
+    assert trained_size(ModelConfig(model_name="org/model-7B", freeze=["*.mlp"]), {}, size) == size

@@ -7,8 +7,8 @@ from typing import Any
 
 from rl_core.config import Problem
 from rl_core.devices import DEVICES
-from rl_core.facts.model_size import MOMENTS, WIDE_BYTES, ModelSize, RankMemory
-from rl_core.facts.optimizer_arguments import OF_WHOLE_PARAMETERS
+from rl_core.facts.model_size import WIDE_BYTES, ModelSize, RankMemory
+from rl_core.facts.optimizer_arguments import OF_WHOLE_PARAMETERS, state_bytes
 from rl_core.model_config import ModelConfig, local_hf_config, local_whole_config, optimizer_problems
 from rl_core.plugins import BackendPlugin, MeshCase, Requirement
 from rl_core.run_config import RunConfig
@@ -99,17 +99,24 @@ def mesh_case(section: Any) -> MeshCase:
     )
 
 
-def memory_of(model: ModelConfig, backend: DTensorConfig, size: ModelSize, ranks: int, *, trains: bool) -> RankMemory:
+def memory_of(
+    model: ModelConfig, backend: DTensorConfig, size: ModelSize, ranks: int, *, trained: ModelSize
+) -> RankMemory:
     """Return the memory of the rank with the most parameters; see `rl_core.plugins.BackendPlugin.memory`."""
     sizes = AxisSizes.of(backend, ranks)
-    sharded = (size.dense_of_stage(sizes.pp) + size.experts / sizes.pp) / (sizes.tp * sizes.fsdp)
-    trains_all = trains and not model.lora_cfg.enabled
-    weights = sharded * (WIDE_BYTES if trains_all else ITEM_BYTES[model.precision])
-    state = weights + (sharded * WIDE_BYTES * (1 + MOMENTS) if trains_all else 0)
+    split = sizes.tp * sizes.fsdp
+
+    def sharded(counted: ModelSize) -> float:
+        return (counted.dense_of_stage(sizes.pp) + counted.experts / sizes.pp) / split
+
+    trains, matrices = sharded(trained), (trained.layers + trained.experts) / (sizes.pp * split)
+    each = state_bytes(model.optimizer.name, model.optimizer.kwargs)
+    state = matrices * each.matrices + (trains - matrices) * each.others
+    weights = trains * WIDE_BYTES + (sharded(size) - trains) * ITEM_BYTES[model.precision]
     # Gradients are dropped while others use the device.
-    kept = weights + (sharded * WIDE_BYTES * MOMENTS if trains_all else 0)
-    trained = weights if trains_all else 0
-    return RankMemory(0, 0, trained, host=state) if backend.cpu_offload else RankMemory(state, kept, trained)
+    kept, held = weights + state, weights + state + trains * WIDE_BYTES
+    own = trains * WIDE_BYTES
+    return RankMemory(0, 0, own, host=held) if backend.cpu_offload else RankMemory(held, kept, own)
 
 
 PLUGIN = BackendPlugin(

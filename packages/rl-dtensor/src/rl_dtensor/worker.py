@@ -46,10 +46,10 @@ def build_parts(
     """Build, shard and load this rank's part of a model; collective."""
     is_packed = Batching.of(config, training=True).packed
     model = build_model(config, backend, spec, folder=folder, is_packed=is_packed, mesh=mesh)
-    inner = None
+    inner, described = None, model.described()
     if spec.trains:
-        inner = build_sharded_optimizer(config.optimizer, model.trained_groups(), model.described())
-    memory = GradientMemory.of(model.parameters(), cpu_offload=backend.cpu_offload)
+        inner = build_sharded_optimizer(config.optimizer, model.trained_groups(), described)
+    memory = GradientMemory.of(model.parameters(), config.optimizer, described, cpu_offload=backend.cpu_offload)
     keeps_whole = spec.trains and keeps_whole_gradients(backend.gradient_accumulation, memory, mesh)
     policy = DTensorModel(model, mesh, keeps_whole_gradients=keeps_whole)
     if backend.reshard_after == "step":

@@ -8,7 +8,8 @@ import torch
 from ledger.shapes import config_of
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rl_core.facts.model_size import size_of_fields
+from rl_core.facts.model_size import size_of_fields, trained_size
+from rl_core.facts.parameter_patterns import frozen_names
 from rl_core.model_config import ModelConfig, SequencePackingConfig
 from rl_core.torch.training.recompute import RecomputePlan
 from rl_dtensor.config import DTensorConfig
@@ -125,6 +126,33 @@ def test_the_driver_counts_a_rank_as_its_worker_does(name, world):
     backend = DTensorConfig(tensor_parallel_size=2, pipeline_parallel_size=2)
     sizes = AxisSizes.of(backend, world)
     here = RankParameters.of(hf, decoder_layers(hf), config.num_hidden_layers // 2, sizes, set(hf.parameters()))
-    found = PLUGIN.memory(ModelConfig(model_name=name), backend, size, world, trains=True)
+    found = PLUGIN.memory(ModelConfig(model_name=name), backend, size, world, trained=size)
     assert found.device == pytest.approx(16 * here.sharded, rel=1e-3)
     assert found.kept == pytest.approx(12 * here.sharded, rel=1e-3)
+
+
+@pytest.mark.parametrize("optimizer", ["torch.optim.AdamW", "torch.optim.Muon"])
+@pytest.mark.parametrize(
+    "patterns",
+    [{}, {"freeze": ["model.embed_tokens", "model.layers.0", "*.q_proj"]}, {"train_only": ["*layers.3", "lm_head"]}],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["Llama-70B", "Qwen3-30B-A3B"])
+def test_the_driver_counts_what_trains_and_its_state_as_a_worker_does(name, patterns, optimizer):
+    config = config_of(name)
+    config.num_hidden_layers = 4
+    config._attn_implementation = ROWS
+    with torch.device("meta"):
+        hf = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model = ModelConfig(model_name=name, optimizer={"name": optimizer, "kwargs": {}}, **patterns)
+    frozen = frozen_names(model, [each for each, _ in hf.named_parameters()])
+    trained = {parameter for each, parameter in hf.named_parameters() if each not in frozen}
+    backend = DTensorConfig()
+    here = RankParameters.of(hf, decoder_layers(hf), config.num_hidden_layers, AxisSizes.of(backend, 8), trained)
+    size = size_of_fields(config.to_dict())
+    found = PLUGIN.memory(model, backend, size, 8, trained=trained_size(model, config.to_dict(), size))
+    parts = here.bytes_besides(model, backend)
+    assert found.device == pytest.approx(
+        sum(parts[each] for each in ("weights", "gradients", "optimizer state")), rel=1e-3
+    )
+    assert found.weights == pytest.approx(4 * here.trained, rel=1e-3)

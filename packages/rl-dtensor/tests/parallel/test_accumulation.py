@@ -13,11 +13,12 @@ from rl_core.data.batch import Batch
 from rl_core.data.microbatch import shard
 from rl_core.devices import DeviceMemory
 from rl_core.model import LOGPROBS, ModelSpec
-from rl_core.model_config import ModelConfig, SequencePackingConfig
+from rl_core.model_config import ModelConfig, OptimizerConfig, SequencePackingConfig
 from rl_core.selfcheck.losses import TokenLoss
 from rl_core.selfcheck.pooled_model import PooledModel
 from rl_core.selfcheck.torch.selfcheck import SGD, write_random
 from rl_core.testing.exhaustive import partly_exhaustive
+from rl_core.torch.optim.parameters import OptimizedParameter
 from rl_dtensor.model.tiny import SMALL, shrink
 from rl_dtensor.parallel import fsdp
 from rl_dtensor.parallel.accumulation import GradientMemory, keeps_whole_gradients
@@ -234,7 +235,12 @@ def mesh_with(capacity, num_gradients=8):
 
 def test_whole_gradients_are_kept_if_they_fit_and_save_something(alone, caplog):
     caplog.set_level(logging.INFO)
-    memory = GradientMemory.of([nn.Parameter(torch.zeros(100)), nn.Parameter(torch.zeros(7), False)], cpu_offload=False)
+    matrix, frozen = nn.Parameter(torch.zeros(10, 10)), nn.Parameter(torch.zeros(7), False)
+    described = {matrix: OptimizedParameter(("up",), is_norm_or_bias=False, pieces=lambda _: ())}
+    muon = OptimizerConfig(name="torch.optim.Muon")
+    memory = GradientMemory.of([matrix, frozen], muon, described, cpu_offload=False)
+    assert memory == GradientMemory(state=107 * 4 + 100 * 8, whole=400)
+    memory = GradientMemory.of([matrix, frozen], OptimizerConfig(), described, cpu_offload=False)
     assert memory == GradientMemory(state=107 * 4 + 100 * 12, whole=400)
     needed = 2 * (memory.state + memory.whole)
     assert keeps_whole_gradients("auto", memory, mesh_with(needed))

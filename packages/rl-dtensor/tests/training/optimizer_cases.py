@@ -7,11 +7,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from rl_core.model_config import OptimizerConfig
 from rl_core.selfcheck.rank_pool import Rank
+from rl_core.torch.optim.adamw import EightBitAdamW
 from rl_core.torch.optim.optimizer import build_optimizer
+from rl_core.torch.optim.parameters import local_part
 from rl_core.torch.process_group import join_process_group
 from rl_dtensor.training.step import build_sharded_optimizer
 
@@ -29,6 +31,53 @@ def differences(rank: Rank, configs: Sequence[OptimizerConfig]) -> list[float]:
         return [_difference(config, mesh) for config in configs]
     finally:
         dist.destroy_process_group()
+
+
+MESHES = {
+    "fsdp": (Shard(0), Shard(0)),
+    "hsdp": (Replicate(), Shard(0)),
+    "fsdp and rows over tp": (Shard(0), Shard(1)),
+    "replicas over tp": (Shard(1), Replicate()),
+}
+"""Placements of a parameter over a mesh of 2 x 2 ranks."""
+
+
+def eight_bit_differences(rank: Rank) -> dict[str, tuple[float, float]]:
+    """Return for each of `MESHES` the largest difference of steps from float64 AdamW on the averages that were kept
+    before the step, and the largest difference of the averages that are kept from those of float64, as a share of the
+    scale of their block."""
+    join_process_group(rank.rendezvous)
+    try:
+        mesh = init_device_mesh("cpu", (2, 2))
+        return {name: _eight_bit_difference(mesh, placements) for name, placements in MESHES.items()}
+    finally:
+        dist.destroy_process_group()
+
+
+def _eight_bit_difference(mesh: Any, placements: Sequence[Any]) -> tuple[float, float]:
+    torch.manual_seed(0)
+    start, lr, beta1, beta2, worst, rounding = torch.randn(7, 32), 0.01, 0.9, 0.99, 0.0, 0.0
+    parameter = nn.Parameter(distribute_tensor(start, mesh, placements))
+    config = {"lr": lr, "betas": (beta1, beta2), "weight_decay": 0.0, "block_size": 8, "min_8bit_size": 64}
+    optimizer = EightBitAdamW([parameter], **config)
+    for step in range(1, 6):
+        grad = distribute_tensor(torch.randn(7, 32), mesh, placements)
+        state, own = optimizer.state[parameter], local_part(grad).double()
+        before = local_part(parameter).double()
+        kept = [optimizer.read(state, name).double() if state else own * 0 for name in ("exp_avg", "exp_avg_sq")]
+        parameter.grad = grad
+        optimizer.step()
+        first, second = beta1 * kept[0] + (1 - beta1) * own, beta2 * kept[1] + (1 - beta2) * own**2
+        expected = before - lr * first / (1 - beta1**step) / ((second / (1 - beta2**step)).sqrt() + 1e-8)
+        if not own.numel():
+            continue
+        worst = max(worst, _largest(local_part(parameter) - expected))
+        for name, average in (("exp_avg", first), ("exp_avg_sq", second)):
+            blocks = (optimizer.read(state, name) - average).unflatten(-1, (-1, 8)).abs()
+            rounding = max(rounding, (blocks.amax(-1) / local_part(state[name + "_scale"])).max().item())
+    assert state["exp_avg_scale"].placements == parameter.placements
+    assert state["exp_avg_scale"].shape == (7, 4)
+    return worst, rounding
 
 
 def _difference(config: OptimizerConfig, mesh: Any) -> float:

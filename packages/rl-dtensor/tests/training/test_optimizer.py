@@ -163,6 +163,17 @@ def test_an_optimizer_of_another_package_is_tried_on_sharded_parameters():
 FUSED_SGD = OptimizerConfig(name="torch.optim.SGD", kwargs={"lr": 0.1, "fused": True})
 FULL_STATE = OptimizerConfig(kwargs={"lr": 1e-3})
 HALF_STATE = OptimizerConfig(name="rl_core.torch.HalfStateAdamW", kwargs={"lr": 1e-3})
+EIGHT_BIT = OptimizerConfig(
+    name="rl_core.torch.EightBitAdamW", kwargs={"lr": 1e-3, "block_size": 4, "min_8bit_size": 128}
+)
+
+
+def test_8_bit_steps_are_adamw_on_rounded_averages_on_every_mesh(ranks):
+    for found in ranks.run("optimizer_cases:eight_bit_differences", [()] * 4):
+        for name, (difference, rounding) in found.items():
+            assert difference < 1e-6, name
+            # The widest gap of signed codes, in the highest decade.
+            assert rounding < 0.0143, name
 
 
 def open_model(ranks, folder, optimizer, **settings):
@@ -266,7 +277,9 @@ def test_a_fused_step_that_cannot_run_on_sharded_parameters_is_refused(ranks, ex
 FUSED = OptimizerConfig(kwargs={"lr": 1e-3, "fused": True})
 
 
-@pytest.mark.parametrize("optimizer", partly_exhaustive([HALF_STATE, FUSED], always=[FUSED]), ids=str)
+@pytest.mark.parametrize(
+    "optimizer", partly_exhaustive([HALF_STATE, EIGHT_BIT, FUSED], always=[EIGHT_BIT, FUSED]), ids=str
+)
 def test_a_run_with_lean_or_fused_steps_resumes_bit_equal(ranks, experts, tmp_path, optimizer):
     settings = {"tensor_parallel_size": 2, "sequence_parallel": True}
     with open_model(ranks, experts, optimizer, **settings) as model:
@@ -284,6 +297,8 @@ def test_half_the_state_trains_alike_on_every_mesh_and_takes_half_the_space(rank
         ("full", FULL_STATE, {}),
         ("half", HALF_STATE, {}),
         ("half split", HALF_STATE, {"tensor_parallel_size": 2}),
+        ("8-bit", EIGHT_BIT, {}),
+        ("8-bit split", EIGHT_BIT, {"tensor_parallel_size": 2}),
     ):
         with open_model(ranks, experts, optimizer, **mesh) as model:
             losses[name] = [step["loss"] for step in steps(model, range(3))]
@@ -292,3 +307,35 @@ def test_half_the_state_trains_alike_on_every_mesh_and_takes_half_the_space(rank
     assert losses["half"] == pytest.approx(losses["full"], rel=1e-2)
     assert losses["half split"] == pytest.approx(losses["full"], rel=1e-2)
     assert sizes["half"] == sizes["half split"] == sizes["full"] / 2
+    assert losses["8-bit"] == pytest.approx(losses["full"], rel=1e-2)
+    assert losses["8-bit split"] == pytest.approx(losses["full"], rel=1e-2)
+    # A byte for each number, a scale for four of them, and float32 of norms.
+    assert sizes["8-bit"] == sizes["8-bit split"] < 0.52 * sizes["full"]
+
+
+@exhaustive
+def test_8_bit_averages_are_read_by_another_mesh(ranks, experts, tmp_path):
+    with open_model(ranks, experts, EIGHT_BIT) as model:
+        steps(model, range(2))
+        model.save(str(tmp_path / "one"))
+        expected = steps(model, range(2, 3))[0]["loss"]
+    with open_model(ranks, experts, EIGHT_BIT, tensor_parallel_size=2) as model:
+        model.load(str(tmp_path / "one"))
+        model.save(str(tmp_path / "other"))
+        assert steps(model, range(2, 3))[0]["loss"] == pytest.approx(expected, rel=1e-6)
+    first, second = (read_averages(tmp_path / name / "shards") for name in ("one", "other"))
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def read_averages(shards):
+    """Averages in a checkpoint, with their scales."""
+    saved = dcp.FileSystemReader(shards).read_metadata().state_dict_metadata
+    state = {
+        name: torch.zeros(entry.size, dtype=entry.properties.dtype)
+        for name, entry in saved.items()
+        if "/exp_avg" in name
+    }
+    assert any(name.endswith("_scale") for name in state)
+    dcp.load(state, storage_reader=dcp.FileSystemReader(shards), no_dist=True)
+    return state

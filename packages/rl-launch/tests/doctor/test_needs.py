@@ -105,6 +105,25 @@ def test_the_size_comes_from_the_config_with_overrides_and_otherwise_from_the_na
         assert found.basis.endswith("by config.json")
 
 
+def test_frozen_parameters_need_their_weights_only(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    snapshot = tmp_path / "models--org--model" / "snapshots" / "1"
+    snapshot.mkdir(parents=True)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("1")
+    fields = {"model_type": "llama", "hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 16}
+    (snapshot / "config.json").write_text(json.dumps({**fields, "num_hidden_layers": 2, "vocab_size": 32}))
+    layer, end = 4 * 8 * 8 + 3 * 8 * 16, 32 * 8
+    model = ("policy.model_name=org/model", "policy.precision=bfloat16")
+    whole = models_of("sft-arithmetic", *model)["policy"]
+    assert whole.ranks * whole.device_bytes == 16 * (2 * layer + 2 * end)
+    frozen = models_of("sft-arithmetic", *model, "policy.freeze=[model.embed_tokens, model.layers.0]")["policy"]
+    assert frozen.ranks * frozen.device_bytes == 16 * (layer + end) + 2 * (layer + end)
+    muon = ["policy.optimizer.name=torch.optim.Muon", "policy.optimizer.kwargs={lr: 1.0e-4, betas: null, eps: null}"]
+    found = models_of("sft-arithmetic", *model, *muon)["policy"]
+    assert found.ranks * found.device_bytes == 12 * 2 * layer + 16 * 2 * end
+
+
 @pytest.mark.parametrize(
     ("settings", "count"),
     [

@@ -442,6 +442,14 @@ def test_fused_adam_is_the_adam_of_torch(tmp_path):
     assert (chosen.name, chosen.kwargs) == ("torch.optim.AdamW", {"lr": 1e-6, "weight_decay": 0.1})
 
 
+@pytest.mark.parametrize("name", ["bitsandbytes.optim.AdamW8bit", "torchao.optim.AdamW8bit"])
+def test_adamw_in_8_bits_is_the_one_of_this_project(tmp_path, name):
+    found = imported(tmp_path, policy__optimizer={"name": name, "kwargs": {"lr": 1e-6, "weight_decay": 0.1}})
+    assert found.features == {}
+    chosen = read_plan(found.recipe).config.policy.optimizer
+    assert (chosen.name, chosen.kwargs) == ("rl_core.torch.EightBitAdamW", {"lr": 1e-6, "weight_decay": 0.1})
+
+
 @pytest.mark.parametrize("detaches", [True, False])
 def test_layers_that_draft_are_left_out_if_the_policy_does_not_depend_on_them(tmp_path, detaches):
     drafting = {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.3, "mtp_detach_heads": detaches}

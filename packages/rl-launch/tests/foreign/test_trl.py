@@ -229,6 +229,29 @@ def test_the_arguments_of_trls_scripts_come_over(name, tmp_path):
         assert config.dpo.loss.name == name
 
 
+@pytest.mark.parametrize(
+    ("optim", "name", "notes"),
+    [
+        ("adamw_torch_fused", "torch.optim.AdamW", 0),
+        ("paged_adamw_32bit", "torch.optim.AdamW", 1),
+        *((optim, "rl_core.torch.EightBitAdamW", 0) for optim in ("adamw_8bit", "adamw_bnb_8bit", "adamw_torch_8bit")),
+        ("paged_adamw_8bit", "rl_core.torch.EightBitAdamW", 1),
+    ],
+)
+def test_optimizers_come_over_by_name_with_their_averages(optim, name, notes, tmp_path):
+    found = import_config(written(tmp_path, {**TRL_GRPO, "optim": optim, "adam_beta2": 0.95}), "trl", gpus=2)
+    chosen = config_of(found).policy.optimizer
+    assert (chosen.name, chosen.kwargs["betas"]) == (name, [0.9, 0.95])
+    assert sum("stays on the GPU" in note for note in found.notes) == notes
+
+
+def test_an_optimizer_that_no_backend_has_is_refused_with_the_reason(tmp_path):
+    found = import_config(written(tmp_path, {**TRL_GRPO, "optim": "adafactor"}), "trl", gpus=2)
+    (feature,) = [feature for feature, keys in found.features.items() if keys == ["optim"]]
+    assert "adafactor" in feature
+    assert "whole parameters" in feature
+
+
 def test_an_algorithm_that_the_file_does_not_say_is_asked_for(tmp_path):
     with pytest.raises(ConfigError, match="--algorithm"):
         import_config(written(tmp_path, {"learning_rate": 1e-5}), "trl")

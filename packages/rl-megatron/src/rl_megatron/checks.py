@@ -119,6 +119,14 @@ def check_precision(section: Any, config: RunConfig) -> Iterable[Problem]:
         yield Problem("precision", reason, got="float16", remedy=remedy, feature="float16 with Megatron")
 
 
+UNSUPPORTED_OPTIMIZERS = {
+    **OF_WHOLE_PARAMETERS,
+    "rl_core.torch.EightBitAdamW": "has scales for blocks of a parameter, but Megatron's ranks share the elements of a "
+    "parameter without regard to blocks. With dtensor it works",
+}
+"""Optimizer classes that cannot step the runs of elements of Megatron's ranks, each with the reason."""
+
+
 def check_8_bit(section: Any, config: RunConfig) -> Iterable[Problem]:
     """Yield the settings that contradict 8-bit matrix products."""
     backend: MegatronConfig = section.megatron_cfg
@@ -132,7 +140,7 @@ def check_device(section: Any, config: RunConfig) -> Iterable[Problem]:
     """Yield the settings that no kernel of the run's device computes."""
     backend: MegatronConfig = section.megatron_cfg
     name = config.cluster.device
-    yield from optimizer_problems(section, OF_WHOLE_PARAMETERS, DEVICES.get(name))
+    yield from optimizer_problems(section, UNSUPPORTED_OPTIMIZERS, DEVICES.get(name))
     if not _has_no_cuda(config):
         return
     if backend.fp8_cfg.enabled:

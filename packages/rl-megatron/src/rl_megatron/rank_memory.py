@@ -2,44 +2,75 @@
 
 from __future__ import annotations
 
-from rl_core.facts.model_size import MOMENTS, WIDE_BYTES, ModelSize, RankMemory
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from rl_core.facts.model_size import WIDE_BYTES, ModelSize, RankMemory
+from rl_core.facts.optimizer_arguments import state_bytes
 from rl_core.model_config import ModelConfig
 from rl_core.weights import ITEM_BYTES
 from rl_megatron.config import MegatronConfig
 
 
-def rank_memory(
-    backend: MegatronConfig, dense: tuple[float, int], experts: tuple[float, int], itemsize: int, *, trains_all: bool
-) -> RankMemory:
+class RankPart(NamedTuple):
+    """A part of a model on one rank.
+
+    Args:
+        count: Number of its parameters.
+        trained: Number of those that train.
+        ranks: Number of ranks that share the optimizer's state for them.
+        is_matrix: True if they are in matrices of hidden layers.
+    """
+
+    count: float
+    trained: float
+    ranks: int
+    is_matrix: bool
+
+
+def rank_memory(model: ModelConfig, backend: MegatronConfig, parts: Iterable[RankPart], itemsize: int) -> RankMemory:
     """Return the memory of a rank.
 
     Only the optimizer's state is spread over data-parallel ranks. Every rank keeps whole weights and gradients of
     its part of the model.
 
     Args:
+        model: Config section of the model, which chooses the optimizer.
         backend: Settings of this backend, which choose the dtype of gradients.
-        dense: Number of parameters in its layers outside of experts and at the ends of the model, and the number of
-            ranks that share the optimizer's state for them.
-        experts: The same for its experts.
+        parts: The parts of the model that the rank holds.
         itemsize: Bytes of each parameter in the dtype that the model computes in.
-        trains_all: True if all weights train, rather than adapters or none.
     """
-    count = dense[0] + experts[0]
-    weights = count * itemsize
-    if not trains_all:
-        return RankMemory(weights, weights, 0)
+    parts = list(parts)
+    weights, trained = sum(part.count for part in parts) * itemsize, sum(part.trained for part in parts)
     is_wide = backend.distributed_data_parallel_config.grad_reduce_in_fp32
+    each = state_bytes(model.optimizer.name, model.optimizer.kwargs)
     # The optimizer steps parameters in float32 themselves, and a copy of others.
-    each = WIDE_BYTES * (MOMENTS + (itemsize < WIDE_BYTES))
-    kept = weights + each * (dense[0] / dense[1] + experts[0] / experts[1])
-    return RankMemory(kept + count * (WIDE_BYTES if is_wide else itemsize), kept, weights)
+    copies = WIDE_BYTES * (itemsize < WIDE_BYTES)
+    state = sum(
+        part.trained / part.ranks * (copies + (each.matrices if part.is_matrix else each.others)) for part in parts
+    )
+    grads = trained * (WIDE_BYTES if is_wide else itemsize)
+    return RankMemory(weights + state + grads, weights + state, trained * itemsize)
 
 
-def memory_of(model: ModelConfig, backend: MegatronConfig, size: ModelSize, ranks: int, *, trains: bool) -> RankMemory:
+def memory_of(
+    model: ModelConfig, backend: MegatronConfig, size: ModelSize, ranks: int, *, trained: ModelSize
+) -> RankMemory:
     """Return the memory of the rank with the most parameters; see `rl_core.plugins.BackendPlugin.memory`."""
     tensor, stages = backend.tensor_model_parallel_size, backend.pipeline_model_parallel_size
     split = backend.expert_model_parallel_size * (backend.expert_tensor_parallel_size or tensor)
-    dense = (size.dense_of_stage(stages) / tensor, max(1, ranks // (stages * tensor)))
-    experts = (size.experts / (stages * split), max(1, ranks // (stages * split)))
-    trains_all = trains and not model.lora_cfg.enabled
-    return rank_memory(backend, dense, experts, ITEM_BYTES[model.precision], trains_all=trains_all)
+    copies, expert_copies = max(1, ranks // (stages * tensor)), max(1, ranks // (stages * split))
+    (layers, ends, experts), (trained_layers, trained_ends, trained_experts) = (
+        (
+            each.layers / (stages * tensor),
+            (each.dense_of_stage(stages) - each.layers / stages) / tensor,
+            each.experts / (stages * split),
+        )
+        for each in (size, trained)
+    )
+    parts = [
+        RankPart(layers, trained_layers, copies, is_matrix=True),
+        RankPart(ends, trained_ends, copies, is_matrix=False),
+        RankPart(experts, trained_experts, expert_copies, is_matrix=True),
+    ]
+    return rank_memory(model, backend, parts, ITEM_BYTES[model.precision])

@@ -3,20 +3,36 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from rl_core.facts.hf_config import num_experts_of
+from rl_core.facts.parameter_patterns import TrainedPatterns, frozen_names
 
 WIDE_BYTES = 4
 """Bytes of a float32, the dtype of summed gradients and of optimizers."""
-MOMENTS = 2
-"""Tensors that optimizers such as Adam keep for each parameter."""
 
 _SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
+_NORMS = (
+    "self_attn.q_norm.weight", "self_attn.k_norm.weight", "input_layernorm.weight", "post_attention_layernorm.weight"
+)  # fmt: skip
 _IN_NAME = re.compile(r"(?<![A-Za-z0-9.])(\d+(?:\.\d+)?)([BM])(?:-A(\d+(?:\.\d+)?)B)?(?![A-Za-z0-9])", re.IGNORECASE)
 _UNITS = {"B": 10**9, "M": 10**6}
+
+
+class ModelTensor(NamedTuple):
+    """A tensor of a model.
+
+    Args:
+        name: Name in the Hugging Face model.
+        part: The field of `ModelSize` that counts it.
+        count: Number of its parameters.
+    """
+
+    name: str
+    part: str
+    count: int
 
 
 @dataclass(frozen=True)
@@ -34,6 +50,14 @@ class ModelSize:
     experts: float = 0
     embedding: float = 0
     head: float = 0
+
+    @classmethod
+    def of(cls, tensors: Iterable[ModelTensor]) -> ModelSize:
+        """Add up the tensors of a model."""
+        counts = dict.fromkeys(("layers", "experts", "embedding", "head"), 0)
+        for tensor in tensors:
+            counts[tensor.part] += tensor.count
+        return cls(**counts)
 
     @property
     def count(self) -> float:
@@ -69,18 +93,59 @@ def size_of_fields(fields: Mapping[str, Any]) -> ModelSize | None:
     Args:
         fields: Fields of the language model's Hugging Face config.
     """
+    tensors = _tensors(fields)
+    return None if tensors is None else ModelSize.of(tensors)
+
+
+def trained_size(model: TrainedPatterns, fields: Mapping[str, Any], size: ModelSize) -> ModelSize:
+    """Return the numbers of the parameters that train by `freeze` and `train_only`, as far as a process without the
+    model can know: all of them if a pattern does not match the names of the usual decoders in transformers.
+
+    Args:
+        model: Config section of the model.
+        fields: Fields of the language model's Hugging Face config.
+        size: All parameters of the model.
+    """
+    tensors = _tensors(fields)
+    if tensors is None or not (model.freeze or model.train_only):
+        return size
+    try:
+        frozen = frozen_names(model, [tensor.name for tensor in tensors])
+    except ValueError:
+        return size
+    return ModelSize.of(tensor for tensor in tensors if tensor.name not in frozen)
+
+
+def _tensors(fields: Mapping[str, Any]) -> list[ModelTensor] | None:
+    """Return the tensors of a decoder with gated MLPs, norms and biases without parameters, so that patterns match
+    them; None if the fields do not determine it."""
     values = [fields.get(name) for name in _SIZES]
     if not all(isinstance(value, int) and value > 0 for value in values) or fields.get("kv_lora_rank"):
         return None
-    hidden, layers, heads, inner, vocab = (int(value or 0) for value in values)
+    hidden, num_layers, heads, inner, vocab = (int(value or 0) for value in values)
     head_dim = fields.get("head_dim") or hidden // heads
-    attention = 2 * hidden * head_dim * (heads + (fields.get("num_key_value_heads") or heads))
+    queries, keys = hidden * head_dim * heads, hidden * head_dim * (fields.get("num_key_value_heads") or heads)
     count = num_experts_of(fields)
-    sparse = layers - int(fields.get("first_k_dense_replace") or 0) if count else 0
-    expert = 3 * hidden * (fields.get("moe_intermediate_size") or inner)
-    dense = layers * attention + (layers - sparse) * 3 * hidden * inner
-    embedding = vocab * hidden
-    return ModelSize(dense, sparse * count * expert, embedding, 0 if fields.get("tie_word_embeddings") else embedding)
+    expert = count * hidden * (fields.get("moe_intermediate_size") or inner)
+    num_dense = int(fields.get("first_k_dense_replace") or 0) if count else num_layers
+    found = [ModelTensor("model.embed_tokens.weight", "embedding", vocab * hidden)]
+    for layer in range(num_layers):
+        attention = {"q_proj": queries, "k_proj": keys, "v_proj": keys, "o_proj": queries}
+        weights = {f"self_attn.{name}.weight": size for name, size in attention.items()}
+        weights |= {f"self_attn.{name}.bias": 0 for name in attention} | dict.fromkeys(_NORMS, 0)
+        if layer < num_dense:
+            weights |= {f"mlp.{name}.weight": hidden * inner for name in ("gate_proj", "up_proj", "down_proj")}
+        else:
+            weights["mlp.gate.weight"] = 0
+        found += [ModelTensor(f"model.layers.{layer}.{name}", "layers", size) for name, size in weights.items()]
+        if layer >= num_dense:
+            of_experts = {"gate_up_proj": 2 * expert, "down_proj": expert}
+            prefix = f"model.layers.{layer}.mlp.experts"
+            found += [ModelTensor(f"{prefix}.{name}", "experts", size) for name, size in of_experts.items()]
+    found.append(ModelTensor("model.norm.weight", "layers", 0))
+    if not fields.get("tie_word_embeddings"):
+        found.append(ModelTensor("lm_head.weight", "head", vocab * hidden))
+    return found
 
 
 def size_of_name(name: str) -> ModelSize | None:

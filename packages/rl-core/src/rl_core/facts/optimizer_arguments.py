@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 _SCALING = ("foreach", "maximize", "differentiable")
 
@@ -34,6 +35,48 @@ OPTIMIZERS: Mapping[str, frozenset[str]] = {
     }.items()
 }
 """Arguments that each class takes in addition to the parameters, by its dotted name."""
+
+
+class StateBytes(NamedTuple):
+    """Bytes that an optimizer keeps for each parameter that it steps.
+
+    Args:
+        matrices: For parameters in matrices of hidden layers.
+        others: For all others.
+    """
+
+    matrices: float
+    others: float
+
+
+_STATE_BYTES: Mapping[str, StateBytes] = {
+    # Means of rows and columns are all that is kept of a matrix.
+    "torch.optim.Adafactor": StateBytes(0, 4),
+    "torch.optim.Adagrad": StateBytes(4, 4),
+    "torch.optim.ASGD": StateBytes(4, 4),
+    "torch.optim.Muon": StateBytes(4, 8),
+    "torch.optim.RMSprop": StateBytes(4, 4),
+    "torch.optim.SGD": StateBytes(0, 0),
+    "rl_core.torch.HalfStateAdamW": StateBytes(4, 4),
+    # Each of two averages has a byte, and a float32 scale for 64 of them.
+    "rl_core.torch.EightBitAdamW": StateBytes(2.125, 2.125),
+}
+
+_FURTHER_STATE = ("amsgrad", "momentum", "centered")
+"""Arguments that have an optimizer keep one more number for each parameter."""
+
+
+def state_bytes(name: str, kwargs: Mapping[str, Any]) -> StateBytes:
+    """Return the bytes that an optimizer keeps for each parameter; of one that is not known, the two averages of Adam.
+
+    Args:
+        name: Dotted name of its class.
+        kwargs: Its arguments.
+    """
+    matrices, others = _STATE_BYTES.get(name, StateBytes(8, 8))
+    further = 0 if name == "torch.optim.Muon" else 4 * sum(bool(kwargs.get(each)) for each in _FURTHER_STATE)
+    return StateBytes(matrices + further, others + further)
+
 
 _FUNCTION = "takes a Python function, which a config cannot contain"
 _LIST = "combines schedules, which are a list here"

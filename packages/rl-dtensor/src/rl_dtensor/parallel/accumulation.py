@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple, cast
 
 import torch
@@ -12,7 +12,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from rl_core.facts.model_size import MOMENTS
+from rl_core.facts.optimizer_arguments import state_bytes
+from rl_core.model_config import OptimizerConfig
+from rl_core.torch.optim.parameters import OptimizedParameter
 from rl_dtensor.config import GradientAccumulation
 from rl_dtensor.parallel.fsdp import local
 from rl_dtensor.parallel.mesh import DTensorMesh
@@ -91,26 +93,37 @@ class GradientMemory(NamedTuple):
     whole: int
 
     @classmethod
-    def of(cls, parameters: Iterable[nn.Parameter], *, cpu_offload: bool) -> GradientMemory:
+    def of(
+        cls,
+        parameters: Iterable[nn.Parameter],
+        optimizer: OptimizerConfig,
+        described: Mapping[nn.Parameter, OptimizedParameter],
+        *,
+        cpu_offload: bool,
+    ) -> GradientMemory:
         """Count a rank's parameters.
 
         Args:
             parameters: Parameters of the rank, sharded.
+            optimizer: Optimizer that steps them.
+            described: Descriptions of the parameters that train.
             cpu_offload: True if parameters and state are in host memory.
         """
-        state = whole = 0
+        state, whole = 0.0, 0
+        each = state_bytes(optimizer.name, optimizer.kwargs)
         for parameter in parameters:
             part = local(parameter)
             state += part.numel() * part.element_size()
             if parameter.requires_grad:
-                state += part.numel() * torch.float32.itemsize * (1 + MOMENTS)
+                is_matrix = parameter in described and described[parameter].pieces is not None
+                state += part.numel() * (torch.float32.itemsize + (each.matrices if is_matrix else each.others))
                 parts = 1  # Tensor and expert parallelism split a parameter, and its ranks compute on the parts.
                 if isinstance(parameter, DTensor):
                     mesh, placements = parameter.device_mesh, parameter.placements
                     for name, size, placement in zip(mesh.mesh_dim_names or (), mesh.shape, placements, strict=True):
                         parts *= size if name in ("tp", "ep") and placement.is_shard() else 1
                 whole += parameter.numel() // parts * torch.float32.itemsize
-        return cls(0 if cpu_offload else state, whole)
+        return cls(0 if cpu_offload else round(state), whole)
 
     def fits(self, capacity: int) -> bool:
         """Return whether whole gradients fit next to the rest on a device of this many bytes."""

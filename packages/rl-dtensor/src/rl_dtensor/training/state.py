@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from rl_core.devices import Device
 from rl_core.model import ModelPart
+from rl_core.torch.optim.adamw import sharded_like
 from rl_core.torch.optim.optimizer import counts_on_device
 from rl_core.torch.residency import Residency
 from rl_core.torch.training.checkpoint_files import SHARDS, KeptSavePlanner, read_tensors
@@ -117,6 +118,12 @@ class DTensorState:
                 state[key] = None
             elif parameter.dim() and saved.size == parameter.shape:
                 state[key] = torch.zeros_like(parameter, dtype=saved.properties.dtype)
+            elif len(saved.size) == parameter.dim() > 0:
+                # Scales of the blocks of a parameter are where their blocks are.
+                held = local(parameter)
+                extents = zip(held.shape, parameter.shape, saved.size, strict=True)
+                part = torch.zeros([own * size // whole for own, whole, size in extents], device=held.device)
+                state[key] = sharded_like(parameter, part.to(saved.properties.dtype), saved.size)
             else:
                 device = local(parameter).device if counts_on_device(optimizer) else torch.device("cpu")
                 state[key] = torch.zeros(saved.size, dtype=saved.properties.dtype, device=device)

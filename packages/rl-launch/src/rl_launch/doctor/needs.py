@@ -11,7 +11,7 @@ from rl_core import resolve
 from rl_core.config import RawConfig, plain
 from rl_core.devices import CPU, CUDA, Device, device_named
 from rl_core.environments.instance import EnvironmentInstance, instance_of
-from rl_core.facts.model_size import RankMemory, size_of_fields, size_of_name
+from rl_core.facts.model_size import ModelSize, RankMemory, size_of_fields, size_of_name, trained_size
 from rl_launch.backends import ModelBackend
 from rl_launch.cluster.device import AUTO
 from rl_launch.model_files.model_facts import hf_fields
@@ -164,13 +164,16 @@ def _environments(raw: RawConfig) -> Iterator[str]:
 def _models(plan: RunPlan, topology: Topology) -> Iterator[ModelNeeds]:
     for role, model in plan.backends.models.items():
         needs = ModelNeeds(role, model.section, model.config.model_name, ranks=topology.devices(role).count)
-        source, size = "config.json", size_of_fields(hf_fields(model.config))
+        fields = hf_fields(model.config)
+        source, size = "config.json", size_of_fields(fields)
         if size is None and not model.config.hf_config_overrides:
             source, size = "its name", size_of_name(needs.name)
         if size is None or model.plugin.memory is None:
             yield needs
             continue
-        memory = model.plugin.memory(model.config, model.backend, size, needs.ranks, trains=model.spec.trains)
+        trains_weights = model.spec.trains and not model.config.lora_cfg.enabled
+        trained = trained_size(model.config, fields, size) if trains_weights else ModelSize(0)
+        memory = model.plugin.memory(model.config, model.backend, size, needs.ranks, trained=trained)
         each = _MERGED_BYTES if model.config.lora_cfg.enabled else _CHECKPOINT_BYTES
         basis = f"{size.count / 10**9:.1f}B parameters by {source}"
         saved, on_host = size.count * each if model.spec.trains else 0, _on_host(role, model, memory, topology)

@@ -17,6 +17,7 @@ from megatron.core.transformer.enums import LayerType
 from torch import nn
 from transformers import PreTrainedConfig
 
+from rl_core.facts.model_size import ModelSize, size_of_fields, trained_size
 from rl_core.model_config import ModelConfig
 from rl_core.torch.training.memory import StepPlan
 from rl_core.torch.training.recompute import (
@@ -32,7 +33,7 @@ from rl_core.torch.training.recompute import (
 from rl_megatron.config import MegatronConfig
 from rl_megatron.conversion.splits import padded_vocab
 from rl_megatron.parallel.mesh import MegatronMesh
-from rl_megatron.rank_memory import rank_memory
+from rl_megatron.rank_memory import RankPart, rank_memory
 from rl_megatron.transformer_fields import RECOMPUTED_WITH_TE
 
 REST = "rest"
@@ -378,16 +379,25 @@ def state_parts(
         mesh: Mesh of the run.
     """
     sizes, itemsize = mesh.layout, shape.params_dtype.itemsize
-    dense, experts = rank_parameters(hf, shape, held, mesh)
+    fields = hf.to_dict()
+    whole = size_of_fields(fields) or ModelSize(1, 1, 1, 1)
+    trained = ModelSize(0) if config.lora_cfg.enabled else trained_size(config, fields, whole)
+
+    def share(*kinds: str) -> float:
+        """Return the share of the parameters of some kinds that trains, in the whole model."""
+        count, trains = (sum(getattr(each, kind) for kind in kinds) for each in (whole, trained))
+        return trains / count if count else 0.0
+
+    ends, layers, experts = rank_parameters(hf, shape, held, mesh)
     ranks = sizes["world"] // sizes["pp"]
-    state = rank_memory(
-        backend,
-        (dense, ranks // sizes["tp"]),
-        (experts, max(1, ranks // (sizes["ep"] * sizes["etp"]))),
-        itemsize,
-        trains_all=not config.lora_cfg.enabled,
-    )
-    weights = (dense + experts) * itemsize
+    copies, expert_copies = ranks // sizes["tp"], max(1, ranks // (sizes["ep"] * sizes["etp"]))
+    parts = [
+        RankPart(layers, layers * share("layers"), copies, is_matrix=True),
+        RankPart(ends, ends * share("embedding", "head"), copies, is_matrix=False),
+        RankPart(experts, experts * share("experts"), expert_copies, is_matrix=True),
+    ]
+    state = rank_memory(config, backend, parts, itemsize)
+    weights = (ends + layers + experts) * itemsize
     found = {"weights": weights, "gradients": state.device - state.kept, "optimizer state": state.kept - weights}
     return {name: round(size) for name, size in found.items() if size}
 
@@ -475,8 +485,9 @@ def _covered(layer: Mapping[str, Part], modules: Iterable[str]) -> list[Part]:
 
 def rank_parameters(
     hf: PreTrainedConfig, config: TransformerConfig, layers: Sequence[Mapping[str, Part]], mesh: MegatronMesh
-) -> tuple[float, float]:
-    """Return the numbers of parameters of the last pipeline rank outside of experts and in experts.
+) -> tuple[float, float, float]:
+    """Return the numbers of parameters of the last pipeline rank: at the ends of the model, in layers outside of
+    experts, and in experts.
 
     Args:
         hf: Hugging Face config of the model.
@@ -488,4 +499,4 @@ def rank_parameters(
     has_both_ends = stages == 1 and not hf.tie_word_embeddings
     shard = padded_vocab(hf.vocab_size, tensor) // tensor
     whole = Part.total(Part.total(layer.values()) for layer in layers)
-    return shard * config.hidden_size * (2 if has_both_ends else 1) + whole.weights, whole.expert_weights
+    return shard * config.hidden_size * (2 if has_both_ends else 1), whole.weights, whole.expert_weights

@@ -5,15 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 
-from rl_core.torch.optim.parameters import MatrixPiece, Pieces
+from rl_core.torch.optim.parameters import MatrixPiece, Pieces, local_part, loss_of
 
 WAVE_BYTES = 2**28
 """Bytes of whole matrices that a rank holds at one time, if more than one fits."""
@@ -76,19 +75,10 @@ class Muon(Optimizer):
         self._pieces = pieces
         self._exchange: MatrixExchange | None = None
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Update every parameter that has a gradient; collective over all ranks of the default process group."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         # Both may have been replaced since the last step.
         self._adamw.state = self.state
         self._adamw.param_groups = [group for group in self.param_groups if not group[IS_MATRIX]]
@@ -110,7 +100,7 @@ class Muon(Optimizer):
             piece.values.mul_(rate_ratio(settings["adjust_lr_fn"], piece.shape))
         for parameter, group in matrices:
             if parameter.grad is not None:
-                _own(parameter).mul_(1 - group["lr"] * group["weight_decay"]).add_(
+                local_part(parameter).mul_(1 - group["lr"] * group["weight_decay"]).add_(
                     directions[parameter], alpha=-group["lr"]
                 )
         return loss
@@ -119,18 +109,13 @@ class Muon(Optimizer):
         """Return this rank's part of the momentum, updated, or of Nesterov's extrapolation of it, which may be changed.
         A parameter without a gradient takes part with zeros, since others wait for its pieces."""
         if parameter.grad is None:
-            return torch.zeros_like(_own(parameter))
+            return torch.zeros_like(local_part(parameter))
         state = self.state[parameter]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter.grad)
-        momentum, grad = _own(state["momentum_buffer"]), _own(parameter.grad)
+        momentum, grad = local_part(state["momentum_buffer"]), local_part(parameter.grad)
         momentum.lerp_(grad, 1 - group["momentum"])
         return grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum.clone()
-
-
-def _own(tensor: Any) -> Tensor:
-    """Return the part of a tensor that this rank holds, sharing memory."""
-    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def orthogonalised(matrix: Tensor, coefficients: Sequence[float], num_steps: int, eps: float) -> Tensor:

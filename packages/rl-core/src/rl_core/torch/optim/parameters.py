@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from fnmatch import fnmatchcase
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from rl_core.config import did_you_mean
-from rl_core.model_config import ModelConfig, OptimizerConfig
+from rl_core.facts.parameter_patterns import matches
+from rl_core.model_config import OptimizerConfig
 
 _NORMS_AND_BIASES = re.compile(r"bias|layernorm|rmsnorm|(?:^|[._])norm(?:$|\.)")
 """Part of the name of each parameter that the Trainer of transformers does not decay."""
@@ -116,47 +117,17 @@ def describe_parameters(
     return found
 
 
-def matches(name: str, pattern: str) -> bool:
-    """Return whether a pattern of `policy.freeze` matches a parameter, or a module that it is part of."""
-    return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
+def local_part(tensor: Any) -> Tensor:
+    """Return the part of a tensor that this rank holds, sharing memory, without its gradient."""
+    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def check_patterns(key: str, patterns: Iterable[str], names: Sequence[str]) -> None:
-    """Refuse patterns that match no parameter.
-
-    Args:
-        key: Key of the patterns.
-        patterns: The patterns.
-        names: Names of the parameters that they may match, in the whole model.
-
-    Raises:
-        ValueError: If a pattern matches none, with names that are like it.
-    """
-    for pattern in patterns:
-        if not any(matches(name, pattern) for name in names):
-            raise ValueError(
-                f"{key}: {pattern!r} matches no parameter{did_you_mean(pattern, names)}. Patterns match whole names of "
-                f"parameters or modules, such as {names[0]}; write *.NAME for a part of a name"
-            )
-
-
-def frozen_names(config: ModelConfig, names: Sequence[str]) -> set[str]:
-    """Return the parameters that `freeze` and `train_only` keep from training.
-
-    Args:
-        config: Settings of the model.
-        names: Names of all parameters of the whole model.
-
-    Raises:
-        ValueError: If a pattern matches no parameter, or nothing is left to train.
-    """
-    check_patterns("freeze", config.freeze, names)
-    check_patterns("train_only", config.train_only, names)
-    trained = [name for name in names if any(matches(name, each) for each in config.train_only or ["*"])]
-    trained = [name for name in trained if not any(matches(name, each) for each in config.freeze)]
-    if not trained:
-        raise ValueError("freeze: no parameter is left to train; remove a pattern here, or extend train_only")
-    return set(names) - set(trained)
+def loss_of(closure: Callable[[], float] | None) -> float | None:
+    """Return the loss that the closure of an optimizer's step computes with gradients; None without a closure."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
 
 
 def rate_of(optimizer: OptimizerConfig, parameter: OptimizedParameter) -> float:

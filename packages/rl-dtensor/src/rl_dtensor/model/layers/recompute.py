@@ -16,9 +16,10 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rl_core.data.batch import TOKENS
-from rl_core.facts.model_size import MOMENTS
+from rl_core.facts.optimizer_arguments import state_bytes
 from rl_core.model_config import ModelConfig
 from rl_core.torch.loss import Rows
+from rl_core.torch.optim.parameters import is_hidden_matrix
 from rl_core.torch.training.memory import StepPlan
 from rl_core.torch.training.recompute import (
     WIDE,
@@ -240,6 +241,7 @@ class RankParameters:
         sharded: In its shards of these.
         trained_whole: Those of `whole` that train.
         trained: Those of `sharded` that train.
+        trained_matrices: Those of `trained` in matrices of hidden layers.
         layer: In its largest layer, or in the layers of a unit if several share one, not sharded.
         ends: In embedding, head and the rest outside of layers, not sharded.
         itemsize: Bytes of each in the dtype that the model computes in.
@@ -250,6 +252,7 @@ class RankParameters:
     sharded: int
     trained_whole: int
     trained: int
+    trained_matrices: int
     layer: int
     ends: int
     itemsize: int
@@ -292,17 +295,23 @@ class RankParameters:
 
         whole, sharded, layer, ends = counted(lambda _: True)
         trained_whole, trained, _, _ = counted(train.__contains__)
+        named = hf.named_parameters()
+        matrices = {each for name, each in named if each in train and is_hidden_matrix(name, each.shape)}
+        _, trained_matrices, _, _ = counted(matrices.__contains__)
         itemsize = next(hf.parameters()).element_size()
         vocab = hf.config.get_text_config().vocab_size // sizes.tp
         if not in_experts:
             layer *= layers_of_unit(here, layer * itemsize)
-        return cls(whole, sharded, trained_whole, trained, layer, ends, itemsize, vocab)
+        return cls(whole, sharded, trained_whole, trained, trained_matrices, layer, ends, itemsize, vocab)
 
     def bytes_besides(self, config: ModelConfig, backend: DTensorConfig) -> dict[str, int]:
         """Return the bytes of a rank's device next to activations, by name."""
         shards = {"weights": self.trained * WIDE + (self.sharded - self.trained) * self.itemsize}
         if self.trained:
-            shards |= {"gradients": self.trained * WIDE, "optimizer state": self.trained * MOMENTS * WIDE}
+            each = state_bytes(config.optimizer.name, config.optimizer.kwargs)
+            others = self.trained - self.trained_matrices
+            state = round(self.trained_matrices * each.matrices + others * each.others)
+            shards |= {"gradients": self.trained * WIDE, "optimizer state": state}
         grads = self.itemsize + WIDE if self.trained else 0
         layers = self.layer * ((1 + LAYERS_AHEAD) * self.itemsize + 2 * grads)
         return {

@@ -17,6 +17,11 @@ _STATE_OF_FUSED_ADAM = (
 """Arguments of FusedAdam that choose how its state is stored."""
 _ADAMW = "torch.optim.AdamW"
 _MUON = "torch.optim.Muon"
+_EIGHT_BIT = dict.fromkeys(
+    ("bitsandbytes.optim.AdamW8bit", "bitsandbytes.optim.PagedAdamW8bit", "torchao.optim.AdamW8bit"),
+    "rl_core.torch.EightBitAdamW",
+)
+"""Optimizers with the averages of AdamW in 8 bits, and the one that takes the place of all."""
 _OPTIMIZERS = {"adam": _ADAMW, "adamw": _ADAMW, "sgd": "torch.optim.SGD", "muon": _MUON, "dist_muon": _MUON}
 _COUNTS = ("total_iters", "T_max", "T_0", "step_size")
 
@@ -60,6 +65,9 @@ def translate_optimizer(config: Translation, model: str, backend: str) -> None:
         config.notes.append(
             f"{section}: its state and the master weights are float32, which take more memory than bfloat16"
         )
+    elif name in _EIGHT_BIT:
+        config.put(f"{section}.name", _EIGHT_BIT[name])
+        config.follows([f"{section}.name"], f"{section}.name: {_EIGHT_BIT[name]}, AdamW in 8 bits")
     elif not name.startswith("torch.optim."):
         config.refuse(section, f"the optimizer {name}")
     schedules = config.get(scheduler)

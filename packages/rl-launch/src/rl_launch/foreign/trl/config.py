@@ -13,6 +13,7 @@ from rl_launch.foreign.trl.preferences import translate_preferences
 from rl_launch.foreign.trl.script import HELD_OUT
 from rl_launch.foreign_keys.table import ALGORITHM, Kind, table
 
+_ADAMW = "torch.optim.AdamW"
 _TRACKERS = ("wandb", "mlflow", "tensorboard", "trackio", "swanlab", "clearml")
 _FILES = (".csv", ".json", ".jsonl", ".parquet")
 _UNKNOWN_LENGTH = 1000
@@ -49,11 +50,14 @@ def translate(config: Translation, gpus: int | None, *, folder: Path, computed: 
     name = str(config.get("optim", "adamw_torch"))
     kind = config.table.tables["optimizers"].get(name)
     if kind is None:
-        config.refuse("optim", f"the optimizer {name}")
-        kind = "torch.optim.AdamW"
+        reason = config.table.tables["unavailable optimizers"].get(name)
+        config.refuse("optim", f"the optimizer {name}" + (f", {reason}" if reason else ""))
+        kind = _ADAMW
+    if name.startswith("paged_"):
+        config.notes.append("policy.optimizer: its state stays on the GPU; policy.dtensor_cfg.cpu_offload moves it")
     decay = config.get("weight_decay", 0.0)
     arguments: dict[str, Any] = {"lr": config.get("learning_rate"), "weight_decay": decay}
-    if kind == "torch.optim.AdamW":
+    if kind in (_ADAMW, "rl_core.torch.EightBitAdamW"):
         arguments["betas"] = [config.get("adam_beta1", 0.9), config.get("adam_beta2", 0.999)]
         arguments["eps"] = config.get("adam_epsilon", 1e-8)
     config.put("policy.optimizer", {"name": kind, "kwargs": arguments})
