@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
-from runs import lines_of
+import pytest
+from runs import lines_of, steps_of
 
-from rl_core.testing.exhaustive import exhaustive
+from rl_core.testing.exhaustive import exhaustive, partly_exhaustive
 
 # its prompts are made by the driver, and not every driver has it
 GYM = {"reasoning_gym/chain_sum": 6} if find_spec("reasoning_gym") else {}
@@ -112,6 +113,49 @@ def test_tasks_are_scored_as_a_run_trains_and_the_same_by_rl_eval(driver, grpo, 
     estimates = {f"eval/sums/{name}": estimate["value"] for name, estimate in found["estimates"].items()}
     assert {name: lines[2][name] for name in estimates} == estimates
     assert (lines[2]["eval/sums/mean_length"], lines[2]["eval/sums/num_failed"]) == (found["mean_length"], 0)
+
+
+@pytest.mark.parametrize(
+    ("section", "recipe"),
+    partly_exhaustive([("sft", "sft-arithmetic"), ("dpo", "dpo-tiny")], always=[("dpo", "dpo-tiny")]),
+)
+def test_tasks_beside_supervised_training_change_no_bit_of_it_and_are_scored_as_by_rl_eval(
+    section, recipe, driver, tmp_path
+):
+    small = {f"{section}.val_period": 0, f"{section}.val_at_start": "false", "checkpointing.metric_name": "null"}
+    small |= {"policy.model_name": "tiny-arithmetic", "checkpointing.save_period": 2}
+    small["checkpointing.keep_top_k"] = "null"
+    given = [f"{key}={value}" for key, value in small.items()]
+    engine = ("policy.generation.backend=hf", "policy.generation.max_new_tokens=8")
+    task = f"eval.tasks=[{{name: sums, dataset: {SUMS}}}]"
+    settings = ("eval.num_samples=4", "eval.temperature=0.8")
+    scored = (*engine, task, *settings, "eval.period=2", "eval.at_start=true")
+    driver.train(tmp_path / "plain", recipe, *given, f"{section}.max_num_steps=4")
+    # This run is resumed once, which scores its start no second time.
+    for last in (2, 4):
+        driver.train(tmp_path / "scored", recipe, *given, *scored, f"{section}.max_num_steps={last}")
+    lines = {line["step"]: line for line in lines_of(tmp_path / "scored")}
+    assert [step for step, line in lines.items() if "eval/sums/mean" in line] == [0, 2, 4]
+    losses, weights = [], []
+    for name in ("plain", "scored"):
+        losses.append([line["train/loss"] for line in steps_of(tmp_path / name)])
+        weights.append(tensors_of(tmp_path / name / "checkpoints/step_4/hf/model.safetensors"))
+    assert losses[0] == losses[1]
+    assert weights[0] == weights[1]
+    for step in (2, 4):
+        place = tmp_path / f"eval-{step}"
+        result = driver.rl("eval", f"{tmp_path}/scored:{step}", task, *settings, f"run_dir={place}")
+        assert result.code == 0, result.output
+        estimates = task_of(place, "sums")["estimates"]
+        found = {name: lines[step][f"eval/sums/{name}"] for name in estimates}
+        assert found == {name: estimate["value"] for name, estimate in estimates.items()}
+
+
+def tensors_of(path):
+    """Places of the tensors in a file, and its bytes: the library writes the entries of the header in any order."""
+    file = path.read_bytes()
+    start = 8 + int.from_bytes(file[:8], "little")
+    return json.loads(file[8:start]), file[start:]
 
 
 @exhaustive

@@ -7,10 +7,11 @@ import pytest
 from rl_algos.distillation.plugin import OFFLINE
 from rl_algos.distillation.plugin import PLUGIN as DISTILLATION
 from rl_algos.dpo.plugin import PLUGIN as DPO
+from rl_algos.evaluation.config import EvaluationConfig
 from rl_algos.grpo.plugin import PLUGIN as GRPO
 from rl_algos.ppo.plugin import PLUGIN as PPO
 from rl_algos.reward_model.plugin import PLUGIN as REWARD_MODEL
-from rl_algos.rollouts.checks import whole_distribution
+from rl_algos.rollouts.checks import engine_problems, whole_distribution
 from rl_algos.rollouts.config import RolloutConfig
 from rl_algos.rollouts.plugin import rollout_algorithm
 from rl_algos.sft.plugin import PLUGIN as SFT
@@ -44,6 +45,29 @@ def test_keys_that_turn_validation_off_are_keys_of_the_algorithm(plugin):
         # the number of steps between validations may have a default of its own
         assert name in fields
         assert name == "val_period" or fields[name].default == value
+
+
+@pytest.mark.parametrize("plugin", [SFT, DPO], ids=lambda plugin: plugin.name)
+def test_a_run_on_given_rows_generates_only_if_it_scores_tasks(plugin):
+    scoring = plugin.with_tasks
+    assert (plugin.generates, plugin.evaluates, "eval" in plugin.root_keys) == (False, False, False)
+    assert (scoring.generates, scoring.evaluates, "eval" in scoring.root_keys) == (True, True, True)
+    assert set(plugin.sections) < set(scoring.sections)
+    assert REWARD_MODEL.with_tasks is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({"tasks": ["gsm8k"]}, "eval.period"),
+        ({"period": 5}, "eval.tasks"),
+        ({"tasks": ["gsm8k"], "at_end": True}, None),
+        ({"tasks": ["gsm8k"], "at_start": True}, None),
+    ],
+)
+def test_tasks_and_the_time_to_score_them_are_set_together(settings, key):
+    found = list(engine_problems(SimpleNamespace(eval=EvaluationConfig(**settings))))
+    assert [problem.key for problem in found] == ([] if key is None else [key])
 
 
 def test_algorithms_of_the_policy_loss_read_the_tokens_that_sampling_keeps():

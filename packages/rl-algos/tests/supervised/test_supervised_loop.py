@@ -24,10 +24,10 @@ def data(epochs=None, validation=(), count=10):
     return SupervisedData(Stream([rows(count)], seed=1, max_num_epochs=epochs), held_out)
 
 
-def loop(run, given=None, *, batch_size=4, complete=None, **settings):
+def loop(run, given=None, *, batch_size=4, complete=None, scores=None, **settings):
     policy = FakeModel()
     objective = RowObjective(NLLLoss(), to_batch, complete)
-    train(SupervisedConfig(**settings), objective, policy, given or data(), run, batch_size=batch_size)
+    train(SupervisedConfig(**settings), objective, policy, given or data(), run, batch_size=batch_size, scores=scores)
     return policy
 
 
@@ -99,6 +99,16 @@ def test_validation_before_the_first_step_sees_the_initial_weights_and_is_not_he
         loop(run, data(validation=validation), max_num_steps=4, val_at_start=True, val_period=0)
     assert first.metrics[0]["val/loss"] == mean_token(validation[0])
     assert 0 not in second.metrics
+
+
+def test_tasks_are_scored_before_the_first_step_and_after_each(tmp_path):
+    scored = []
+    loop(FakeRun(), max_num_steps=3, scores=scored.append)
+    assert scored == [0, 1, 2, 3]
+    loop(FakeRun(tmp_path, end_after=2), max_num_steps=4)
+    resumed = []
+    loop(FakeRun(tmp_path), max_num_steps=4, scores=resumed.append)
+    assert resumed == [3, 4]
 
 
 def test_the_validation_loss_is_the_mean_over_tokens_not_over_batches():

@@ -16,6 +16,9 @@ from rl_launch.session.config import CallbackConfig, CheckpointingConfig, Guardr
 POLICY: Final = "policy"
 """Role and config section of the model whose weights are published and exported."""
 
+EVAL: Final = "eval"
+"""Config section of the tasks that a run scores as it trains."""
+
 DRAFTER: Final = "drafter"
 """Role and config section of a draft model that trains with the policy and whose weights are published with its."""
 

@@ -262,7 +262,7 @@ def test_what_cannot_run_is_refused(overrides, message):
 )
 def test_the_training_backend(overrides, chosen):
     raw = read_raw("sft-arithmetic", overrides)
-    backends = RunPlan.of(resolve(raw, type_of(raw)).config).backends
+    backends = RunPlan.of(resolve(raw, type_of(raw, of_run=True)).config).backends
     assert backends.models[POLICY].plugin.name == chosen
     assert backends.generation is None
 

@@ -38,9 +38,9 @@ class DPO(PreferenceAlgorithm[DPORoot]):
         return config.dpo, "label" if learns_from_responses(loss) else None, "margin" in loss.columns
 
     def run(self, config: DPORoot, components: Components, run: Run) -> None:
-        policy = components.models["policy"]
-        objective = objective_of(config)
-        train(config.dpo, objective, policy, components.data, run, batch_size=config.policy.train_global_batch_size)
+        policy, objective = components.models["policy"], objective_of(config)
+        rows, scores = config.policy.train_global_batch_size, self.scores(config, components, run)
+        train(config.dpo, objective, policy, components.data, run, batch_size=rows, scores=scores)
 
 
 def objective_of(config: DPORoot) -> RowObjective[Any]:

@@ -239,6 +239,17 @@ class _LoadedTask:
     data: DataConfig
 
 
+def evaluation_needs(config: EvaluationRoot, environments: frozenset[str]) -> RolloutNeeds:
+    """Return the needs of the rollouts of tasks without the rollouts of a run.
+
+    Args:
+        config: Resolved root, with the section `eval`.
+        environments: Names of the environments that score the tasks.
+    """
+    rollouts = RolloutConfig(max_rollout_turns=config.eval.max_turns or 1)
+    return program_needs(rollouts, config.policy.max_total_sequence_length, environments)
+
+
 class RolloutEvaluation:
     """The evaluation that a config asks for: its tasks, or the validation data of its run, which gets the same prompts,
     seeds and sampling as the run's own validation.

@@ -245,6 +245,18 @@ def task_problems(settings: EvaluationConfig, rollouts: RolloutConfig) -> Iterat
             yield Problem(f"eval.{key}", reason, got=given, remedy="Remove this key")
 
 
+def engine_problems(config: EvaluationRoot) -> Iterator[Problem]:
+    """Yield problems of a run that generates only to score tasks."""
+    settings = config.eval
+    if not settings.in_training:
+        reason = "must be set, because the section `eval` is for tasks that are scored as a run trains"
+        remedy = "Set it, eval.at_start or eval.at_end. To score a model or a run now, use rl eval without this section"
+        yield Problem("eval.period", reason, remedy=remedy)
+    elif not settings.tasks:
+        reason = "must not be empty, because `eval` requests evaluation during training"
+        yield Problem("eval.tasks", reason, got=settings.tasks, remedy="Add tasks, such as gsm8k")
+
+
 def reward_problems(algorithm: PolicyGradientConfig, *, by_turn: str = "") -> Iterator[Problem]:
     """Yield problems of every algorithm that learns from rewards.
 

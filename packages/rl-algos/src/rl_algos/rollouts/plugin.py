@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from rl_algos.data.config import DataConfig
@@ -174,6 +175,38 @@ def judges_section(written: Any) -> type[Config]:
         return sections_by_name({JUDGES: written}, JUDGES, JudgesConfig, judge_type)
     except ProblemError as error:
         raise ProblemError(*(each.at(each.key.removeprefix(JUDGES)) for each in error.problems)) from None
+
+
+def with_tasks(plugin: AlgorithmPlugin) -> AlgorithmPlugin:
+    """Return the declaration of the runs of an algorithm without rollouts that score tasks as they train: the policy
+    generates, and its weights are published to engines before each evaluation.
+
+    Args:
+        plugin: Declaration of its runs without tasks. Its implementation extends
+            `rl_algos.supervised.algorithm.SupervisedAlgorithm`.
+    """
+
+    def further(config: Any) -> tuple[Requirement, ...]:
+        return (*plugin.further(config), GRAMMARS) if has_generators(config) else plugin.further(config)
+
+    return replace(
+        plugin,
+        sections={**plugin.sections, "eval": EvaluationConfig, JUDGES: judges_section},
+        generates=True,
+        evaluates=True,
+        evaluates_in_training=lambda config: config.eval.in_training,
+        models=lambda config: {**plugin.models(config), **judge_models(config)},
+        optional_models=(*plugin.optional_models, MODELS),
+        further=further,
+        further_models=fixed_judges,
+        checks=(
+            *plugin.checks,
+            of_rollouts.evaluation_problems,
+            of_rollouts.thinking_problems,
+            of_rollouts.engine_problems,
+            judge_problems,
+        ),
+    )
 
 
 def training_problems(config: EvaluationRoot) -> Iterator[Problem]:

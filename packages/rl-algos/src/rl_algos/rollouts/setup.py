@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -12,6 +12,7 @@ from rl_algos.losses.tokens import DraftLoss
 from rl_algos.rollouts.config import (
     DRAFTER,
     SCORED_BY_AGENT,
+    EvaluationRoot,
     PolicyGradientConfig,
     RolloutConfig,
     RolloutRoot,
@@ -133,6 +134,37 @@ def steps_of(config: RolloutRoot, components: Components, run: Run, *, with_gree
         canary,
         judge_usage=components.judge_usage,
     )
+
+
+def task_scores(config: EvaluationRoot, components: Components, run: Run) -> Callable[[int], None]:
+    """Return a function that scores the tasks of a run without other rollouts after a step, if they are due. The
+    generators get the weights of that step first.
+
+    Args:
+        config: Resolved config of the run.
+        components: Objects of the run, with its pool, weights and evaluation.
+        run: Run that records the results.
+    """
+    pool, weights, plan = components.pool, components.weights, components.evaluation
+    assert pool is not None, "the algorithm's plugin says that it generates"
+    assert weights is not None, "the algorithm's plugin says that it generates"
+    sampling = validation_sampling(config.policy.generation, ())
+    source: Any = PacedRolloutSource(
+        pool, UserPrompts(), sampling=sampling, num_generations=1, seed=plan.scoring.seed, section="eval"
+    )
+    judges = model_judges(config, components.models)
+    if judges is not None:
+        source = JudgedSource(source, judges, run.phase, FailureWatch(1.0, section="eval"))
+    evaluation = TaskEvaluation(plan, config.eval)
+
+    def score(step: int) -> None:
+        if not evaluation.is_due(run, step):
+            return
+        with run.phase("weight_sync"):
+            source.adopt(weights.publish())
+        evaluation(source, run, step=step)
+
+    return score
 
 
 def model_judges(config: Any, models: Mapping[str, Model]) -> ModelJudges | None:

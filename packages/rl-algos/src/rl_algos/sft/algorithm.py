@@ -41,7 +41,8 @@ class SFT(SupervisedAlgorithm["SFTRoot", "SupervisedData[TrainingRow]"]):
         policy, data = components.models["policy"], components.data
         names = [dataset[0].dataset for dataset in data.train.datasets]
         objective = RowObjective(NLLLoss(), to_batch, describe=partial(shares, datasets=names))
-        train(config.sft, objective, policy, data, run, batch_size=config.policy.train_global_batch_size)
+        rows, scores = config.policy.train_global_batch_size, self.scores(config, components, run)
+        train(config.sft, objective, policy, data, run, batch_size=rows, scores=scores)
 
 
 def shares(rows: Sequence[TrainingRow], datasets: Sequence[str]) -> dict[str, float]:

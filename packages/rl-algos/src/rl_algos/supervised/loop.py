@@ -45,12 +45,25 @@ def train(
     run: Run,
     *,
     batch_size: int,
+    scores: Callable[[int], None] | None = None,
 ) -> None:
-    """Train for `max_num_steps` steps or `max_num_epochs` epochs, whichever is less; the last batch may be smaller."""
+    """Train for `max_num_steps` steps or `max_num_epochs` epochs, whichever is less; the last batch may be smaller.
+
+    Args:
+        config: Config section of the algorithm.
+        objective: Loss of rows, and the columns that it needs.
+        policy: Model to train.
+        data: Rows to train and validate on.
+        run: Owns steps, timing and checkpoints.
+        batch_size: Number of rows of a step.
+        scores: Scores tasks after a step if they are due, step 0 before the first; None without tasks.
+    """
     max_steps = min(bound for bound in (config.max_num_steps, data.train.num_batches(batch_size)) if bound is not None)
     for step in run.steps(max_steps, models={"policy": policy}, state={"data": data.train}):
         if step == 1 and config.val_at_start:
             validate(objective, policy, data, run, step=0)
+        if step == 1 and scores is not None:
+            scores(0)
         data.train.begin(step)
         with run.phase("data"):
             rows = data.train.take(batch_size)
@@ -67,6 +80,8 @@ def train(
             reached = validate(objective, policy, data, run, step=step)
             if config.stop_at_validation_loss is not None and reached <= config.stop_at_validation_loss:
                 run.stop(f"val/loss is {reached:.4g}, the goal was {config.stop_at_validation_loss:.4g}")
+        if scores is not None:
+            scores(step)
 
 
 def validate(objective: RowObjective[T], policy: Model, data: SupervisedData[T], run: Run, *, step: int) -> float:

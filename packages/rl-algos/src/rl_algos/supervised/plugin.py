@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
 from rl_algos.data.config import DataConfig
 from rl_algos.requirement import LOSSES
+from rl_algos.rollouts.plugin import with_tasks
 from rl_algos.supervised.config import SupervisedConfig
 from rl_core.config import Config, Problem, is_changed
 from rl_core.model_config import ModelConfig
@@ -25,6 +27,7 @@ def supervised_algorithm(
     optional_models: tuple[str, ...] = (),
     further: Callable[[Any], tuple[Requirement, ...]] = nothing_further,
     checks: tuple[Callable[[Any], Iterable[Problem]], ...] = (),
+    generates: bool = True,
 ) -> AlgorithmPlugin:
     """Return a plugin that trains a model on given rows, without rollouts.
 
@@ -38,13 +41,14 @@ def supervised_algorithm(
         optional_models: See `AlgorithmPlugin`.
         further: See `AlgorithmPlugin`.
         checks: Checks after the checks of validation, environments and lengths.
+        generates: True if its policy can generate, so that a run can score tasks (`eval`).
     """
     key = next(iter(sections))
 
     def check(config: Any) -> Iterator[Problem]:
         yield from supervised_problems(key, attrgetter(key)(config), config.data, config.policy)
 
-    return AlgorithmPlugin(
+    plugin = AlgorithmPlugin(
         name=name,
         sections={**sections, "data": DataConfig},
         implementation=implementation,
@@ -58,6 +62,7 @@ def supervised_algorithm(
         without_validation={f"{key}.{name}": value for name, value in WITHOUT_VALIDATION.items()},
         checks=(check, *checks),
     )
+    return replace(plugin, with_tasks=with_tasks(plugin)) if generates else plugin
 
 
 WITHOUT_VALIDATION: Mapping[str, Any] = {

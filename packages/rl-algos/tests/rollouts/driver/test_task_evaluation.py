@@ -1,5 +1,7 @@
 """Evaluation tasks of a run that trains, on a scripted source."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from rollouts_builder import make_prompt
@@ -10,11 +12,14 @@ from rl_algos.grpo.config import GRPOConfig
 from rl_algos.rollouts.driver.source import evaluation_tasks
 from rl_algos.rollouts.driver.steps import RolloutSteps
 from rl_algos.rollouts.driver.task_evaluation import EvaluationPlan, EvaluationTask, TaskEvaluation
+from rl_algos.rollouts.setup import task_scores
+from rl_core.model_config import GenerationConfig
 from rl_core.plugins import RolloutNeeds
 from rl_core.rollouts.generation import SamplingParams
 from rl_core.rollouts.group import RolloutGroup
 from rl_core.rollouts.pool import Evaluation
 from rl_core.rollouts.rollout import Rollout, WeightSpan
+from rl_core.run import Components
 from rl_core.testing.fakes import FakeModel, FakeRolloutSource, FakeRun, FakeWeights
 
 GREEDY, SAMPLED = SamplingParams(max_new_tokens=4, temperature=0.0), SamplingParams(max_new_tokens=8)
@@ -119,6 +124,44 @@ def test_tasks_are_scored_when_they_are_due(settings, steps):
         loop.sync(step.number)
     assert [step for step, metrics in run.metrics.items() if "eval/sums/mean" in metrics] == steps
     assert source.versions == [1, 2, 3, 4, 5, 6]
+
+
+class ScriptedPool:
+    """Rolls each group out at once, with the reward of its weights' version."""
+
+    def __init__(self):
+        self.version, self.adopted, self._done = 0, [], []
+
+    def adopt(self, update, *, in_flight=False):
+        self.version = update.version
+        self.adopted.append(update.version)
+
+    def submit(self, tasks):
+        first = len(self._done)
+        for number, task in enumerate(tasks, first):
+            samples = [rollout(task.prompt, "4", float(self.version)) for _ in task.seeds]
+            self._done.append((number, RolloutGroup.of(task.prompt, samples)))
+        self._left = iter(self._done[first:])
+        return [number for number, _ in self._done[first:]]
+
+    def next_done(self):
+        return next(self._left)
+
+
+def test_a_run_without_other_rollouts_gives_its_weights_to_the_engines_only_before_an_evaluation():
+    settings = EvaluationConfig(period=2, at_start=True)
+    config = SimpleNamespace(eval=settings, policy=SimpleNamespace(generation=GenerationConfig()))
+    pool, run, policy = ScriptedPool(), FakeRun(), FakeModel()
+    plan = make_plan(make_task("sums", ["a", "b"], GREEDY))
+    parts = Components({"policy": policy}, None, pool=pool, weights=FakeWeights(policy), evaluation=plan)
+    score = task_scores(config, parts, run)
+    for step in run.steps(5, models={"policy": policy}, state={}):
+        if step == 1:
+            score(0)
+        score(step)
+    assert pool.adopted == [1, 2, 3]
+    assert {step: metrics["eval/sums/mean"] for step, metrics in run.metrics.items()} == {0: 1, 2: 2, 4: 3}
+    assert run.phases == ["weight_sync", "evaluation"] * 3
 
 
 def test_the_results_are_those_of_a_summary_of_rl_eval():

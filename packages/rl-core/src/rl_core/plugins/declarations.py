@@ -179,8 +179,8 @@ class BackendPlugin:
             raises `ConfigError` if there is no such family.
         mesh_case: Function from the section of a model to the case that its mesh comes down to at a small size.
         memory: Function of a training backend, from the model's section, the backend's config, the size of the model,
-            the number of ranks, and whether the model trains (`trains=`), to the memory of the rank with the most
-            parameters; None if it is not estimated.
+            the number of ranks, and the size of the part that trains (`trained=`), to the memory of the rank with the
+            most parameters; None if it is not estimated.
         replay_key: Boolean key of a training backend's config that makes its passes send tokens to the experts that the
             generator chose; empty if it has none. The generator then reports them.
         routing_problem: For a generator: function from its config and the device to why its completions cannot
@@ -368,6 +368,8 @@ class AlgorithmPlugin:
         generates: True if it needs rollouts; the config then has `policy.generation`.
         trains: True if it has a `run`; if not, it only evaluates.
         evaluates: True if it has an `evaluation` by rollouts.
+        with_tasks: Declaration of the runs of an algorithm without rollouts whose config has the section `eval`: they
+            generate, to score tasks as they train. None if its models cannot.
         evaluates_in_training: Function from the resolved config to whether a run evaluates as it trains: the plan is
             then in its `Components`, and the environments of the plan are started next to the environments of its
             rollouts.
@@ -403,6 +405,7 @@ class AlgorithmPlugin:
     further: Callable[[Any], tuple[Requirement, ...]] = nothing_further
     trains: bool = True
     evaluates: bool = False
+    with_tasks: AlgorithmPlugin | None = None
     evaluates_in_training: Callable[[Any], bool] | None = None
     validation_metrics: Callable[[Any], Iterable[str] | None] | None = None
     without_validation: Mapping[str, Any] = field(default_factory=dict)

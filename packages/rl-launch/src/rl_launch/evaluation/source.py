@@ -14,13 +14,13 @@ from rl_algos.data.sources.files import kind_of
 from rl_core.config import option
 from rl_core.errors import ConfigError, RunDirectoryError
 from rl_core.model_config import ModelConfig
-from rl_core.plugins import algorithm_named
 from rl_launch.evaluation.folder import is_evaluation
 from rl_launch.model_files.local_models import MADE_HERE, absent_run
 from rl_launch.model_files.model_facts import longest_of
 from rl_launch.root_config import RunConfig
 from rl_launch.run_config.plan import RunPlan
 from rl_launch.run_config.reading import read_plan, read_raw
+from rl_launch.run_config.root_types import algorithm_of
 from rl_launch.session.checkpoints.checkpoints import EXPORT, exported_model, saved_checkpoints
 from rl_launch.session.directory.checkpoint_name import CheckpointName
 from rl_launch.session.directory.run_folder import RunFolder
@@ -162,7 +162,7 @@ def _of_run(named: CheckpointName, overrides: Sequence[str]) -> tuple[Path, RunP
         checkpoint = named.checkpoint()
         name, model = f"{name}-{checkpoint.name}", [f"{_MODEL}{exported_model(checkpoint)}"]
     raw = read_raw(run.path)
-    if algorithm_named(str(raw.select("algorithm"))).evaluates:
+    if algorithm_of(raw).evaluates:
         # training alone calls callbacks, whose files may not be here
         return run.path, read_plan(run.path, [*model, _NO_CALLBACKS, *overrides]), name
     written = run.config()

@@ -13,7 +13,7 @@ from rl_core.devices import Device
 from rl_core.plugins import GENERATORS, POLICIES, AlgorithmPlugin, algorithm_named, plugins
 from rl_launch.backends import SINGLE_MODEL, Backends, backends_of, model_keys
 from rl_launch.cluster.device import resolve_device
-from rl_launch.root_config import POLICY, RunConfig, section_of
+from rl_launch.root_config import EVAL, POLICY, RunConfig, section_of
 
 
 @dataclass(frozen=True)
@@ -113,8 +113,11 @@ class RunPlan:
 
 def plugin_of(config: RunConfig) -> AlgorithmPlugin:
     """Return the plugin of a resolved config's algorithm; `SINGLE_MODEL` for a model without a run."""
-    has_algorithm = "algorithm" in type(cast(Config, config)).model_fields
-    return algorithm_named(config.algorithm) if has_algorithm else SINGLE_MODEL
+    keys = type(cast(Config, config)).model_fields
+    if "algorithm" not in keys:
+        return SINGLE_MODEL
+    found = algorithm_named(config.algorithm)
+    return found.with_tasks if found.with_tasks is not None and EVAL in keys else found
 
 
 def without(tree: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:

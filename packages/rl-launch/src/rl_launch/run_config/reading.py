@@ -16,7 +16,7 @@ from rl_core.plugins import ALGORITHMS, ENVIRONMENTS, AlgorithmPlugin, names, pl
 from rl_launch.foreign_keys.hints import ForeignHints
 from rl_launch.model_files.local_models import absent_run, with_models_of_runs
 from rl_launch.recipes import RECIPES
-from rl_launch.root_config import ClusterConfig, RunConfig
+from rl_launch.root_config import EVAL, POLICY, ClusterConfig, RunConfig
 from rl_launch.run_config.checks import PlanChecks, model_checks
 from rl_launch.run_config.plan import RunPlan, without
 from rl_launch.run_config.root_types import algorithm_of, policy_type, root_type, type_of
@@ -25,6 +25,8 @@ from rl_launch.session.directory.recording import Recording
 from rl_launch.session.directory.run_folder import CONFIG, DESCRIPTION, RunFolder, is_run
 
 _log = logging.getLogger(__name__)
+
+_GENERATION = f"{POLICY}.generation"
 
 
 def read_plan(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> RunPlan:
@@ -89,13 +91,20 @@ def changed_plan(plan: RunPlan, values: Mapping[str, Any], origin: str) -> RunPl
 def _of_another_algorithm(key: str, algorithm: AlgorithmPlugin) -> str:
     """Return the explanation of a key whose section other algorithms have; empty if none has it."""
     section = key.partition(".")[0]
+    further = algorithm.with_tasks
+    of_tasks = set() if further is None else {*further.root_keys} - {*algorithm.root_keys}
+    if section in of_tasks or (further is not None and key.startswith(_GENERATION)):
+        return (
+            f"{algorithm.name} generates only to score tasks as it trains, and this config has none. Add them with "
+            "eval.tasks and eval.period, or remove this key"
+        )
     owners = [name for name, other in plugins(ALGORITHMS).items() if section in other.root_keys]
     if not owners or algorithm.name in owners:
         return ""
-    if section == "eval":
+    if section == EVAL:
         # Users look for it with every algorithm that trains.
-        remedy = "Score its checkpoints as they are saved: rl eval RUN --follow --tasks ..."
-        return f"{algorithm.name} samples nothing, so it scores no tasks as it trains. {remedy}"
+        remedy = "Validate it on rows instead: data.validation takes several datasets"
+        return f"the model of {algorithm.name} generates nothing, so no tasks can score it. {remedy}"
     belongs = f"the algorithm{'s' if len(owners) > 1 else ''} {', '.join(owners)}"
     return (
         f"the section {section} belongs to {belongs}, and this config has algorithm: {algorithm.name}. Remove it, or "

@@ -22,7 +22,7 @@ from rl_core.plugins import (
 )
 from rl_core.user_code import is_in_file
 from rl_launch.backends import models_in
-from rl_launch.root_config import POLICY, ClusterConfig, EnvironmentsConfig, RootConfig
+from rl_launch.root_config import EVAL, POLICY, ClusterConfig, EnvironmentsConfig, RootConfig
 from rl_launch.session.config import CheckpointingConfig, LoggerConfig, ProfilingConfig
 
 
@@ -39,11 +39,13 @@ def root_type(algorithm: AlgorithmPlugin, raw: RawConfig, *, of_run: bool = Fals
         algorithm: Algorithm of the config.
         raw: Values that the user wrote.
         of_run: True to have only the environments and the models of the config, as a run does; False for all installed
-            environments and all models that may be written, to explain and complete their keys.
+            environments, all models that may be written, and tasks to score, to explain and complete their keys.
 
     Raises:
         ConfigError: If a section selects something that does not exist.
     """
+    if not of_run and algorithm.with_tasks is not None:
+        algorithm = algorithm.with_tasks
     own = {key: _section(key, kind, raw) for key, kind in algorithm.sections.items()}
     sections: dict[str, Any] = {
         **own,
@@ -105,7 +107,7 @@ def _section(key: str, kind: Any, raw: RawConfig) -> type[Config]:
 
 
 def algorithm_of(raw: RawConfig) -> AlgorithmPlugin:
-    """Return the plugin for the algorithm of a config.
+    """Return the plugin for the algorithm of a config; of one that scores tasks as it trains, its `with_tasks`.
 
     Raises:
         ConfigError: If the algorithm is not set or does not exist.
@@ -116,14 +118,19 @@ def algorithm_of(raw: RawConfig) -> AlgorithmPlugin:
         raise refusal([Problem("algorithm", "must be set", allowed=allowed)], raw)
     if isinstance(name, str) and is_in_file(name):
         try:
-            return algorithm_named(name)
+            return _with_tasks(algorithm_named(name), raw)
         except ConfigError as error:
             raise refusal([Problem("algorithm", str(error))], raw) from None
     if not isinstance(name, str) or name not in known:
         remedy = nearest_as_remedy(str(name), known)
         reason = "is not an installed algorithm"
         raise refusal([Problem("algorithm", reason, got=name, allowed=allowed, remedy=remedy)], raw)
-    return algorithm_named(name)
+    return _with_tasks(algorithm_named(name), raw)
+
+
+def _with_tasks(algorithm: AlgorithmPlugin, raw: RawConfig) -> AlgorithmPlugin:
+    is_asked = algorithm.with_tasks is not None and raw.select(EVAL) is not None
+    return algorithm.with_tasks if is_asked and algorithm.with_tasks is not None else algorithm
 
 
 def _model_types(
