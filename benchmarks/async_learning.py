@@ -33,7 +33,7 @@ import psutil
 from learning import SEEDS, Case, Curve, finished_runs, make_runs, on_policy
 from measurement import surroundings, table
 
-from rl_launch.session.directory.run_folder import RunFolder
+from rl_launch.run_session.directory.run_folder import RunFolder
 
 APART = (
     "cluster.cpu_ranks_per_node=2",  # one for the policy, one for generation

@@ -34,8 +34,8 @@ from rl_core.ray.model import RemoteModel
 from rl_launch.backends import Backends
 from rl_launch.root_config import POLICY
 from rl_launch.run_config.reading import read_model_plan
-from rl_launch.session.checkpoints.checkpoints import Checkpoints
-from rl_launch.session.config import CheckpointingConfig
+from rl_launch.run_session.checkpoints.checkpoints import Checkpoints
+from rl_launch.run_session.config import CheckpointingConfig
 
 NUM_RANKS = 4
 LAYOUTS: Mapping[str, dict[str, int]] = {"dtensor": {}, "megatron": {"tensor_model_parallel_size": 2}}

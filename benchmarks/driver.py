@@ -51,7 +51,7 @@ from rl_core.testing.fakes import FakeModel, FakeWeights
 from rl_core.weights import WeightUpdate
 from rl_launch.cluster.virtual_cluster import VirtualCluster, WorkerProcess
 from rl_launch.run_config.reading import read_plan
-from rl_launch.session import RunSession
+from rl_launch.run_session import RunSession
 
 PROMPT_TOKENS = 64
 UPDATES = 4

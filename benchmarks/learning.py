@@ -30,7 +30,7 @@ from rl_core.errors import RLError
 from rl_launch.cluster.device import resolve_device
 from rl_launch.cluster.virtual_cluster import VirtualCluster
 from rl_launch.run_config.reading import read_plan
-from rl_launch.session.directory.run_folder import RunFolder, is_run
+from rl_launch.run_session.directory.run_folder import RunFolder, is_run
 
 SEEDS = (1, 2, 3)
 

@@ -43,7 +43,7 @@ from rl_core.rollouts.generation import SamplingParams
 from rl_core.rollouts.group import RolloutGroup
 from rl_core.rollouts.rollout import Prompt, Rollout, Turn, WeightSpan
 from rl_core.testing.fakes import FakeModel, FakeWeights
-from rl_launch.session import CheckpointingConfig, LoggerConfig, RunSession
+from rl_launch.run_session import CheckpointingConfig, LoggerConfig, RunSession
 
 PROMPTS, GROUP, WORDS = 4, 4, 200
 WINDOW = 50
@@ -51,7 +51,7 @@ WINDOW = 50
 
 _READ = """
 import sys, time
-from rl_launch.session.directory.run_folder import RunFolder
+from rl_launch.run_session.directory.run_folder import RunFolder
 started = time.perf_counter()
 run = RunFolder(sys.argv[1])
 run.metrics(), list(run.rollouts(run.rollout_steps()[0])), run.state()

@@ -26,8 +26,8 @@ from rl_launch.cluster.virtual_cluster import VirtualCluster
 from rl_launch.commands.quickstart import GRPO
 from rl_launch.commands.train import train
 from rl_launch.run_config.reading import read_plan
-from rl_launch.session.checkpoints.checkpoints import newest_checkpoint
-from rl_launch.session.directory.run_folder import RunFolder, is_run
+from rl_launch.run_session.checkpoints.checkpoints import newest_checkpoint
+from rl_launch.run_session.directory.run_folder import RunFolder, is_run
 
 QUICKSTART_SEED = 42
 

@@ -27,8 +27,8 @@ from rl_core.data.batch import Batch
 from rl_core.devices import device_named
 from rl_core.rollouts.group import RolloutGroup
 from rl_launch.cluster.virtual_cluster import VirtualCluster
-from rl_launch.session import RunSession
-from rl_launch.session.rollouts.run_files import TokenFiles
+from rl_launch.run_session import RunSession
+from rl_launch.run_session.rollouts.run_files import TokenFiles
 
 LEVELS = ("none", "sampled", "all")
 BLOCK, UNCOUNTED = 6, 2

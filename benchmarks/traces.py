@@ -23,8 +23,8 @@ from measurement import median, surroundings, table
 from rl_core.tracing import spans
 from rl_core.tracing.spans import Span, SpanReport, machine_clock
 from rl_launch.cluster.ray_start import retried
+from rl_launch.run_session.traces.step_trace import MAX_SHARE, PERIOD_S, StepTrace
 from rl_launch.runtime.observed_steps import ProcessSpans
-from rl_launch.session.traces.step_trace import MAX_SHARE, PERIOD_S, StepTrace
 
 NUM_PROCESSES = 4
 NUM_STEPS = 20

@@ -24,7 +24,7 @@ from learning import ON_CPU, UNCHOSEN, Task, in_jobs, is_finished
 from measurement import surroundings, table
 
 from rl_algos.tiny_model import make_tiny_model
-from rl_launch.session.directory.run_folder import RunFolder
+from rl_launch.run_session.directory.run_folder import RunFolder
 
 LETTERS, DIGITS, NUM_TURNS = "abcdefgh", "01234567", 5
 RIGHT = 0.25

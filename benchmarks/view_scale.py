@@ -23,7 +23,7 @@ from pathlib import Path
 import psutil
 from measurement import surroundings, table
 
-from rl_launch.session.rollouts import rollout_store
+from rl_launch.run_session.rollouts import rollout_store
 
 METRICS = 60
 WORDS = [

@@ -14,8 +14,8 @@ from runs import NUM_PROMPTS, Run, assert_same, described, rollouts_of, steps_of
 
 from rl_core.testing.exhaustive import exhaustive
 from rl_launch.cli.failure import UNFINISHED
-from rl_launch.session.directory.exactly_once import prove
-from rl_launch.session.directory.run_folder import RunFolder
+from rl_launch.run_session.directory.exactly_once import prove
+from rl_launch.run_session.directory.run_folder import RunFolder
 
 HF = "policy.generation.backend=hf"
 AHEAD = (

@@ -12,8 +12,8 @@ from contextlib import closing
 from runs import Run, steps_of
 
 from rl_core.testing.exhaustive import exhaustive
-from rl_launch.session.directory.exactly_once import prove
-from rl_launch.session.directory.run_folder import RunFolder
+from rl_launch.run_session.directory.exactly_once import prove
+from rl_launch.run_session.directory.run_folder import RunFolder
 
 USERS = (
     "live-tiny",

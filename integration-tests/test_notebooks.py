@@ -1,11 +1,15 @@
 """Every notebook of the documentation runs from its first cell to its last."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import nbformat
+import numpy as np
 import pytest
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
+from safetensors.numpy import load_file
 
 from rl_core.testing.exhaustive import exhaustive
 
@@ -38,7 +42,7 @@ def printed(cell):
 
 
 def test_there_are_notebooks():
-    assert [path.name for path in NOTEBOOKS] == ["first_run.ipynb"]
+    assert [path.name for path in NOTEBOOKS] == ["first_run.ipynb", "own_loop.ipynb"]
 
 
 @every_notebook
@@ -80,3 +84,37 @@ def test_the_first_run_trains_and_shows_its_rollouts(tmp_path):
     # the rows and the rewards are kept with the run
     assert [path.suffix for path in (tmp_path / "runs/notebook/data").iterdir()] == [".arrow"]
     assert [path.name.partition("-")[0] for path in (tmp_path / "runs/notebook/code").iterdir()] == ["rewards"]
+
+
+OWN_LOOPS = {"grpo": "grpo-arithmetic", "dpo": "dpo-tiny", "distillation": "distill-tiny"}
+"""Recipe of each loop by its config section."""
+
+
+@pytest.fixture
+def own_loops(tmp_path):
+    """Folder in which the notebook of loops has run, and its cells."""
+    notebook = read(ROOT / "docs/notebooks/own_loop.ipynb")
+    run(notebook, tmp_path)
+    return tmp_path, {cell.id: cell for cell in notebook.cells if cell.cell_type == "code"}
+
+
+def test_loops_of_a_notebook_make_their_steps(own_loops):
+    folder, cells = own_loops
+    for name in OWN_LOOPS:
+        assert [line.split()[0] for line in printed(cells[name]).splitlines() if line[:1].isdigit()][-2:] == ["1", "2"]
+        assert (folder / f"runs/own_{name}/checkpoints/step_2/hf/model.safetensors").is_file()
+
+
+@exhaustive
+def test_loops_of_a_notebook_end_with_the_weights_of_rl_train(own_loops):
+    folder, _ = own_loops
+    for name, recipe in OWN_LOOPS.items():
+        steps = [f"{name}.max_num_steps=2", f"{name}.val_period=0", "checkpointing.metric_name=null"]
+        command = [sys.executable, "-m", "rl_launch.cli", "train", recipe, f"run_dir=runs/trained_{name}", *steps]
+        subprocess.run(command, check=True, cwd=folder)
+        found, expected = (
+            load_file(folder / f"runs/{made}_{name}/checkpoints/step_2/hf/model.safetensors")
+            for made in ("own", "trained")
+        )
+        assert found.keys() == expected.keys()
+        assert all(np.array_equal(found[each], expected[each]) for each in expected)

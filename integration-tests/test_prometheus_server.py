@@ -23,8 +23,8 @@ from rl_launch.monitoring.quantities import (
     readings_of,
     readings_of_machine,
 )
-from rl_launch.session.config import LoggerConfig
-from rl_launch.session.observer import ObservedRun
+from rl_launch.run_session.config import LoggerConfig
+from rl_launch.run_session.observer import ObservedRun
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool of Prometheus is not installed"),

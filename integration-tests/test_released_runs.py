@@ -18,8 +18,8 @@ from rl_launch.commands.preparation import check_run_dir
 from rl_launch.commands.start import run_of
 from rl_launch.evaluation.source import evaluation_of
 from rl_launch.run_config.reading import read_model_plan, read_plan
-from rl_launch.session.directory.checkpoint_name import CheckpointName
-from rl_launch.session.directory.run_folder import RunFolder
+from rl_launch.run_session.directory.checkpoint_name import CheckpointName
+from rl_launch.run_session.directory.run_folder import RunFolder
 
 ARCHIVES = sorted((Path(__file__).parent / "released_runs").glob("*.tar.xz"))
 VERSIONS = [path.name.removesuffix(".tar.xz") for path in ARCHIVES]

@@ -16,8 +16,8 @@ from safetensors.numpy import load_file, save_file
 
 from rl_algos.tiny_model import make_tiny_model
 from rl_core.testing.exhaustive import exhaustive
-from rl_launch.session.directory.exactly_once import prove
-from rl_launch.session.directory.run_folder import RunFolder
+from rl_launch.run_session.directory.exactly_once import prove
+from rl_launch.run_session.directory.run_folder import RunFolder
 
 pytestmark = pytest.mark.timeout(1200)
 

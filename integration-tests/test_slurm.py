@@ -16,8 +16,8 @@ from slurm_runs import Submitted, is_ray_of, is_script_of
 
 from rl_core.plugins import POLICIES
 from rl_core.testing.exhaustive import exhaustive
-from rl_launch.session.directory.exactly_once import prove
-from rl_launch.session.directory.run_folder import RunFolder
+from rl_launch.run_session.directory.exactly_once import prove
+from rl_launch.run_session.directory.run_folder import RunFolder
 
 PREEMPTION = """
 PreemptType=preempt/partition_prio

@@ -9,7 +9,7 @@ import pytest
 import yaml
 from runs import python_of
 
-from rl_algos.dpo.loss import loss_of
+from rl_algos.dpo.loss import preference_loss_of
 from rl_core.plugins import POLICIES
 from rl_launch.foreign.importing import import_config
 from rl_launch.run_config.reading import read_plan
@@ -91,7 +91,7 @@ def converted(fields, folder):
     path.write_text(yaml.safe_dump({"model_name_or_path": "x/y", "dataset_name": "a/b", **fields}))
     found = import_config(path, "trl", algorithm="dpo")
     assert found.features == {}
-    return loss_of(read_plan(found.recipe).config.dpo)
+    return preference_loss_of(read_plan(found.recipe).config.dpo)
 
 
 FIELDS = [

@@ -109,7 +109,7 @@ def _run_of(*overrides: str) -> Files:
 
     def write(folder: Path) -> None:
         from rl_launch.run_config.reading import read_plan
-        from rl_launch.session import RunDirectory
+        from rl_launch.run_session import RunDirectory
 
         _model()(folder)
         directory = RunDirectory(folder / "run")
@@ -120,7 +120,7 @@ def _run_of(*overrides: str) -> Files:
 
 
 def _busy(folder: Path) -> object:
-    from rl_launch.session.directory.lock import DirectoryLock
+    from rl_launch.run_session.directory.lock import DirectoryLock
 
     _run_of()(folder)
     held = DirectoryLock(folder / "run")

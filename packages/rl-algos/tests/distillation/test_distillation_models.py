@@ -14,7 +14,7 @@ from rl_algos.distillation import algorithm as distillation_algorithm
 from rl_algos.distillation.algorithm import (
     DistillationValidation,
     OfflineDistillation,
-    loss_of,
+    distillation_loss_of,
     teachers_of,
     to_batch,
     train,
@@ -132,7 +132,10 @@ def test_hidden_states_of_teachers_of_several_sizes_teach_as_their_whole_distrib
     runs = []
     for most_bytes in (8, 2**16):
         monkeypatch.setattr(distillation_algorithm, "MAX_BYTES", most_bytes)
-        loss, teachers = loss_of(config, vocabulary=data.vocabulary), teachers_of(config, Components(models, data))
+        loss, teachers = (
+            distillation_loss_of(config, vocabulary=data.vocabulary),
+            teachers_of(config, Components(models, data)),
+        )
         student = TorchModel(len(tokenizer), seed=2)
         scored = teachers.scored_rows(
             rows, ["teacher_sums", "teacher_products", "teacher_products", "teacher_sums"] * 2
@@ -156,7 +159,9 @@ def test_a_head_that_is_not_the_teachers_is_seen(tmp_path, tokenizer, monkeypatc
     scored = Teachers({"teacher": teacher}, [HIDDEN, LOGPROBS], temperature=1.0).scored_rows(
         to_batch(next(iter(data.validation.values()))[0][:4]), ["teacher"] * 4
     )
-    found = TorchModel(len(tokenizer), seed=2).evaluate(scored, loss_of(config, vocabulary=data.vocabulary))
+    found = TorchModel(len(tokenizer), seed=2).evaluate(
+        scored, distillation_loss_of(config, vocabulary=data.vocabulary)
+    )
     assert found[HEAD_ERROR].result() > 0.1
 
 

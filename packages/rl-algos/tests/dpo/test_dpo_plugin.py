@@ -6,7 +6,7 @@ from problem_fields import MENTIONS, assert_fields
 
 from rl_algos.data.config import DataConfig
 from rl_algos.dpo import algorithm
-from rl_algos.dpo.loss import LOSSES, loss_of
+from rl_algos.dpo.loss import LOSSES, preference_loss_of
 from rl_algos.dpo.plugin import PLUGIN, dpo_section
 from rl_algos.losses.preference import BCO, CPO, DPO, IPO, ORPO, AddedTerm, KTOLoss, PreferenceLoss, SimPO
 from rl_core.algorithm import implementation_of
@@ -75,7 +75,7 @@ def test_the_entry_point_leads_to_the_loop():
 )
 def test_a_loss_is_chosen_by_name_with_its_settings(loss, keys, expected):
     chosen = config(loss, **keys)
-    assert loss_of(chosen.dpo) == expected
+    assert preference_loss_of(chosen.dpo) == expected
     assert problems(chosen) == {}
 
 
@@ -83,7 +83,7 @@ def test_a_loss_is_chosen_by_name_with_its_settings(loss, keys, expected):
 def test_a_reference_is_kept_if_the_loss_compares_with_it(name):
     chosen = config(name)
     spec = PLUGIN.models(chosen)["policy"].spec
-    assert spec.keeps_reference == ("ref_logprobs" in loss_of(chosen.dpo).columns)
+    assert spec.keeps_reference == ("ref_logprobs" in preference_loss_of(chosen.dpo).columns)
     assert spec.trains
 
 
@@ -149,7 +149,7 @@ def test_an_added_loss_has_a_metric_in_validations_too():
 
 def test_the_path_of_a_class_is_a_loss_with_its_fields_as_keys(tmp_path):
     chosen = config({"name": path_of(tmp_path, "Pairs"), "target": 0.25})
-    assert loss_of(chosen.dpo).target == 0.25
+    assert preference_loss_of(chosen.dpo).target == 0.25
     assert PLUGIN.models(chosen)["policy"].spec.keeps_reference
     assert problems(chosen) == {}
     judged = config(path_of(tmp_path, "Judged"), data=HELD_OUT)

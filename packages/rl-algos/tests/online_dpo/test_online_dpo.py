@@ -6,7 +6,7 @@ from rollouts_builder import make_group, make_plays
 
 from rl_algos.data.config import DataConfig
 from rl_algos.dpo.algorithm import preference_objective
-from rl_algos.dpo.loss import loss_of
+from rl_algos.dpo.loss import preference_loss_of
 from rl_algos.losses.preference import CPO, DPO, PreferenceLoss
 from rl_algos.online_dpo.config import OnlineDPOConfig
 from rl_algos.online_dpo.loop import OnlineDPO, paired, parts_of, train
@@ -119,7 +119,7 @@ def test_the_entry_point_leads_to_the_loop():
 
 def test_best_of_n_is_the_likelihood_of_the_best_rollout_without_a_reference():
     settings = config(loss="cpo", preference_loss_weight=0.0)
-    assert loss_of(settings.online_dpo) == PreferenceLoss(CPO(), weight=0.0, sft_weight=1.0)
+    assert preference_loss_of(settings.online_dpo) == PreferenceLoss(CPO(), weight=0.0, sft_weight=1.0)
     assert not PLUGIN.models(settings)["policy"].spec.keeps_reference
     assert PLUGIN.models(config())["policy"].spec.keeps_reference
     assert list(check(settings)) == []

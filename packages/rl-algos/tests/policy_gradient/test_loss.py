@@ -11,7 +11,7 @@ from rl_algos.grpo.estimators import estimator_section
 from rl_algos.grpo.plugin import check, grpo_section, models
 from rl_algos.losses.surrogates import Reinforce
 from rl_algos.policy_gradient.config import LossConfig
-from rl_algos.policy_gradient.loss import columns_of, loss_of, loss_section, objective_of
+from rl_algos.policy_gradient.loss import columns_of, loss_section, objective_of, policy_loss_of
 from rl_algos.rollouts.config import RewardShapingConfig
 from rl_core.model_config import GenerationConfig
 from rl_core.token_filter import TokenFilter
@@ -28,14 +28,14 @@ def make_config(minibatch, **loss):
 @pytest.mark.parametrize(("minibatch", "forced", "on_policy"), [(8, None, True), (4, None, False), (8, False, False)])
 def test_one_minibatch_a_step_needs_no_logprobs_from_before_it_unless_they_are_asked_for(minibatch, forced, on_policy):
     config = make_config(minibatch, force_on_policy_ratio=forced)
-    loss = loss_of(config, config.grpo)
+    loss = policy_loss_of(config, config.grpo)
     assert loss.on_policy is on_policy
     assert ("prev_logprobs" in loss.columns) is not on_policy
 
 
 def test_the_loss_divides_by_the_temperature_that_rollouts_are_sampled_at():
     config = make_config(8)
-    assert loss_of(config, config.grpo).temperature == 0.7
+    assert policy_loss_of(config, config.grpo).temperature == 0.7
 
 
 LOSS = """
@@ -108,7 +108,7 @@ def problems(config, **sampling):
 
 def test_a_class_of_a_file_is_the_loss_with_its_settings_and_the_temperature_of_sampling(custom):
     config = custom(beta=0.25)
-    loss = loss_of(config, config.grpo)
+    loss = policy_loss_of(config, config.grpo)
     assert (loss.beta, loss.temperature, loss.implementation) == (0.25, 0.7, "mine.py:compute")
     assert problems(custom(beta=0.25)) == []
 
@@ -118,7 +118,7 @@ def test_a_loss_reads_the_tokens_that_training_samples_from(custom, sampling):
     expected = TokenFilter(**sampling) if sampling else None
     for config in (make_config(8), custom(kind="Filtered")):
         assert problems(config, **sampling) == []
-        assert loss_of(config, config.grpo).reads[0].token_filter == expected
+        assert policy_loss_of(config, config.grpo).reads[0].token_filter == expected
     found = problems(custom(), **sampling)
     assert [problem.key for problem in found] == [f"policy.generation.{key}" for key in sampling]
     assert [problem.got for problem in found] == list(sampling.values())
@@ -132,7 +132,7 @@ def test_a_loss_reads_the_tokens_that_grammars_allow(custom):
 
     for config in (constrained(make_config(8)), constrained(custom(kind="Filtered"))):
         assert problems(config, top_k=9) == []
-        assert loss_of(config, config.grpo).reads[0].token_filter == TokenFilter(top_k=9, allowed=True)
+        assert policy_loss_of(config, config.grpo).reads[0].token_filter == TokenFilter(top_k=9, allowed=True)
     (problem,) = problems(constrained(custom()))
     assert (problem.key, problem.got) == ("grpo.structured_output", "constrain")
     assert "`token_filter`" in problem.remedy

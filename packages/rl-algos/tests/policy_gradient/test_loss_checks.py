@@ -10,7 +10,7 @@ from rl_algos.grpo.config import GRPOConfig
 from rl_algos.losses.surrogates import SURROGATES
 from rl_algos.losses.terms import Demonstrations
 from rl_algos.policy_gradient.config import LossConfig
-from rl_algos.policy_gradient.loss import loss_of, objective_of
+from rl_algos.policy_gradient.loss import objective_of, policy_loss_of
 from rl_algos.policy_gradient.plugin import loss_fn_section, loss_problems, policy_loss_problems
 from rl_algos.rollouts.config import AsyncConfig
 from rl_core.config import ProblemError, assemble, load, resolve
@@ -165,7 +165,7 @@ def test_what_goes_together_is_a_loss(written):
     config = SimpleNamespace(
         grpo=GRPOConfig(num_prompts_per_step=4, num_generations_per_prompt=2), loss_fn=section, policy=POLICY
     )
-    loss = loss_of(config, config.grpo)
+    loss = policy_loss_of(config, config.grpo)
     # the config holds the objects that the loss is made of
     assert loss.surrogate is section.surrogate
     assert loss.filters is section.filters

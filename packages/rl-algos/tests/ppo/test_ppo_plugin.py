@@ -8,7 +8,7 @@ from problem_fields import MENTIONS, assert_fields
 from rl_algos.data.config import DataConfig, DatasetConfig
 from rl_algos.evaluation.config import EvaluationConfig
 from rl_algos.policy_gradient.config import LossConfig
-from rl_algos.policy_gradient.loss import loss_of
+from rl_algos.policy_gradient.loss import policy_loss_of
 from rl_algos.ppo.config import PPOConfig
 from rl_algos.ppo.plugin import PLUGIN
 from rl_core.config import Config
@@ -69,7 +69,7 @@ def test_a_reference_may_follow_the_policy_if_the_loss_reads_it():
 @pytest.mark.parametrize(("rows", "passes", "on_policy"), [(8, 1, True), (4, 1, False), (8, 2, False)])
 def test_prev_logprobs_are_spared_only_if_a_step_takes_one_update(rows, passes, on_policy):
     config = make_config(policy_rows=rows, num_ppo_epochs=passes)
-    assert loss_of(config, config.ppo).on_policy is on_policy
+    assert policy_loss_of(config, config.ppo).on_policy is on_policy
 
 
 REFUSED = [

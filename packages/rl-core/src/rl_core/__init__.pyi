@@ -70,6 +70,7 @@ from rl_core.plugins.declarations import Preload as Preload
 from rl_core.plugins.declarations import Requirement as Requirement
 from rl_core.plugins.declarations import RolloutNeeds as RolloutNeeds
 from rl_core.plugins.declarations import TrainingDefaults as TrainingDefaults
+from rl_core.rollouts.delivery import publish_weights as publish_weights
 from rl_core.rollouts.environment import AgentRun as AgentRun
 from rl_core.rollouts.environment import Conversation as Conversation
 from rl_core.rollouts.environment import Environment as Environment
@@ -115,3 +116,4 @@ from rl_core.model import Coordinates as Coordinates
 from rl_core.model import ModelPart as ModelPart
 from rl_core.model import Role as Role
 from rl_core.weights import TensorSpec as TensorSpec
+from rl_core.weights import Transport as Transport

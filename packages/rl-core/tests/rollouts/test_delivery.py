@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rl_core.errors import WeightSyncError
-from rl_core.rollouts.delivery import Delivery, score_canary, take_over
+from rl_core.rollouts.delivery import Delivery, publish_weights, score_canary, take_over
 from rl_core.weights import Manifest, Transport
 
 MANIFEST = Manifest(3, ())
@@ -69,3 +69,40 @@ def test_a_phase_that_fails_is_the_last(method):
     with pytest.raises(WeightSyncError, match=method):
         asyncio.run(take_over(generator, MANIFEST, delivery()))
     assert generator.events[-1] == method
+
+
+class Source:
+    def __init__(self, digest="digest", manifest=MANIFEST):
+        self.digest, self.sent, self.interrupted, self._manifest = digest, [], [], manifest
+
+    def manifest(self, version):
+        return self._manifest
+
+    def send(self, manifest, transport):
+        self.sent.append(transport)
+        return [self.digest]
+
+    def interrupt(self, transport, reason):
+        self.interrupted.append(reason)
+
+
+@pytest.mark.parametrize("kind", ["disk", "ipc"])
+def test_weights_are_published_in_one_call(kind):
+    generator, source, transport = Generator(), Source(), Transport(kind, "here:1", 1)
+    asyncio.run(publish_weights(source, generator, 3, transport))
+    assert generator.events == ["pause", "begin", "receive", "commit", "resume"]
+    assert source.sent == [transport]
+
+
+def test_weights_that_did_not_arrive_are_not_served():
+    generator = Generator()
+    with pytest.raises(WeightSyncError, match="weights 3 arrived with other contents than were sent"):
+        asyncio.run(publish_weights(Source("another"), generator, 3, Transport("disk", "here", 1)))
+    assert generator.events == ["pause", "begin", "receive", "resume"]
+    generator, source = Generator("receive"), Source()
+    with pytest.raises(WeightSyncError, match="refused at receive"):
+        asyncio.run(publish_weights(source, generator, 3, Transport("disk", "here", 1)))
+    assert source.interrupted
+    assert generator.events[-1] == "resume"
+    with pytest.raises(ValueError, match="rank 0 of a single rank"):
+        asyncio.run(publish_weights(Source(manifest=None), generator, 3, Transport("disk", "here", 1)))

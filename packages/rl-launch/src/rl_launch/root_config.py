@@ -11,7 +11,13 @@ from pydantic import Field
 from rl_core import run_config
 from rl_core.config import Config, EnvVars, PathText, WhenChanged
 from rl_core.model_config import GeneratingModelConfig
-from rl_launch.session.config import CallbackConfig, CheckpointingConfig, GuardrailConfig, LoggerConfig, ProfilingConfig
+from rl_launch.run_session.config import (
+    CallbackConfig,
+    CheckpointingConfig,
+    GuardrailConfig,
+    LoggerConfig,
+    ProfilingConfig,
+)
 
 POLICY: Final = "policy"
 """Role and config section of the model whose weights are published and exported."""

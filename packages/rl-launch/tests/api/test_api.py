@@ -11,7 +11,7 @@ import rl_launch
 from rl_core.errors import ConfigError, DataError
 from rl_launch.api.api import TrainResult, result_of
 from rl_launch.commands.train import TrainOutcome
-from rl_launch.session.checkpoints.manifest import CheckpointManifest
+from rl_launch.run_session.checkpoints.manifest import CheckpointManifest
 
 
 def score(completion):

@@ -9,7 +9,7 @@ from rl_algos.data.config import DatasetConfig
 from rl_algos.data.sources.load import load_rows
 from rl_core.errors import ConfigError
 from rl_launch.api.in_memory_rows import without_rows
-from rl_launch.session.directory.row_files import RowFile
+from rl_launch.run_session.directory.row_files import RowFile
 
 ROWS = [{"prompt": "1+1=", "answer": 2, "level": 0.5}, {"prompt": "2+2=", "tags": ["a"]}]
 

@@ -28,7 +28,7 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 import typer, counting_run as counting
 from rl_launch.cli.failure import reported
-from rl_launch.session import LoggerConfig
+from rl_launch.run_session import LoggerConfig
 
 folder, orders = Path(sys.argv[2]), Path(sys.argv[3])
 settings = counting.config().model_copy(update={"logger": LoggerConfig()})

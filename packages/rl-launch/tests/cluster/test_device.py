@@ -9,7 +9,7 @@ from rl_launch.cluster.device import check_devices
 from rl_launch.commands.evaluate import evaluate
 from rl_launch.root_config import ClusterConfig
 from rl_launch.run_config.plan import RunPlan
-from rl_launch.session.config import LoggerConfig
+from rl_launch.run_session.config import LoggerConfig
 
 
 @pytest.fixture(autouse=True)

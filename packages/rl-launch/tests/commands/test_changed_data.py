@@ -9,8 +9,8 @@ from rl_core.errors import DataChanged
 from rl_launch.commands.preparation import DATA_CHECKS, FOLDER, START_CHECKS, Preparation
 from rl_launch.commands.start import run_of
 from rl_launch.commands.train import with_local_models
-from rl_launch.session import RunDirectory
-from rl_launch.session.checkpoints.manifest import CheckpointManifest, read_state, write_state
+from rl_launch.run_session import RunDirectory
+from rl_launch.run_session.checkpoints.manifest import CheckpointManifest, read_state, write_state
 
 ROWS = [{"prompt": f"{number}+1=", "response": str(number + 1)} for number in range(8)]
 OF_FILE = "data.train={data_path: rows.jsonl}"

@@ -19,10 +19,10 @@ from rl_core.errors import ConfigError
 from rl_core.testing.exhaustive import exhaustive
 from rl_launch.cli import app
 from rl_launch.commands.chaos import FAULTS, FILE, RunProcess, Schedule, candidates, chaos, seconds_of
-from rl_launch.session.directory.exactly_once import prove
-from rl_launch.session.directory.lock import DirectoryLock
-from rl_launch.session.directory.run_folder import RunFolder
-from rl_launch.session.directory.run_state import RunState
+from rl_launch.run_session.directory.exactly_once import prove
+from rl_launch.run_session.directory.lock import DirectoryLock
+from rl_launch.run_session.directory.run_folder import RunFolder
+from rl_launch.run_session.directory.run_state import RunState
 
 WORKER = """
 import sys, time

@@ -21,7 +21,7 @@ from rl_launch.commands.conversion import convert, weight_files
 from rl_launch.commands.conversion.convert import Probe, _made, to_checkpoint, to_hugging_face
 from rl_launch.commands.conversion.source import checkpoint_of
 from rl_launch.run_config.reading import read_model_plan, read_plan
-from rl_launch.session.checkpoints.manifest import CheckpointManifest
+from rl_launch.run_session.checkpoints.manifest import CheckpointManifest
 
 
 @pytest.fixture(autouse=True)
@@ -199,6 +199,44 @@ def test_a_problem_of_pickled_weights_leaves_nothing(pickled, tmp_path):
     answer = CliRunner().invoke(app, ["convert", "model", "out"])
     assert (answer.exit_code, "model: pytorch_model.bin holds more than tensors" in answer.stderr) == (2, True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
+
+
+@pytest.fixture
+def megatron(model, pickled):
+    """A folder with checkpoints of Megatron-LM; otherwise as `pickled`."""
+    saved = Path("saved")
+    saved.mkdir()
+    (saved / "latest_checkpointed_iteration.txt").write_text("7")
+    pickled.answer = {"num_tensors": 1, "num_files": 1, "num_bytes": 4, "source": "saved/iter_0000007"}
+    return pickled
+
+
+def test_a_checkpoint_of_megatron_is_written_with_the_config_of_a_model(megatron, tmp_path):
+    answer = CliRunner().invoke(app, ["convert", "saved", "out", "policy.model_name=model"])
+    assert (answer.exit_code, answer.stdout) == (0, "out\n"), answer.stderr
+    [(source, target, model)] = megatron.calls
+    assert (str(source), target.name, model) == ("saved", ".out.converting", str(tmp_path / "model"))
+    assert (tmp_path / "out/model.safetensors").read_text() == "weights"
+    assert "rl-megatron" in str(megatron.specs["policy"].wanted)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            [],
+            "saved is a Megatron-LM checkpoint, which has no config and tokenizer of Hugging Face. Add policy.model_n",
+        ),
+        (["policy.model_name=model", "--adapter"], "--adapter: saved is a checkpoint of Megatron"),
+        (["policy.model_name=model", "policy.precision=float32"], "policy.precision has no effect on a Megatron-LM"),
+    ],
+)
+def test_a_checkpoint_of_megatron_needs_a_model_and_nothing_else(megatron, tmp_path, arguments, message):
+    answer = CliRunner().invoke(app, ["convert", "saved", "out", *arguments])
+    assert answer.exit_code == 2
+    assert message in " ".join(answer.stderr.split())
+    assert not megatron.calls
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_model_is_quantised_where_torch_is(model, pickled, tmp_path):

@@ -15,7 +15,7 @@ from rl_core.errors import RLError
 from rl_launch.commands import mismatch
 from rl_launch.commands.mismatch import MismatchReport, described, sampled_step
 from rl_launch.run_config.reading import read_plan
-from rl_launch.session.directory.run_folder import CONFIG, DESCRIPTION, RunFolder
+from rl_launch.run_session.directory.run_folder import CONFIG, DESCRIPTION, RunFolder
 
 LENGTH, PROMPT = 6, 2
 GAP = MismatchGap(mean=0.2, largest=0.9, rows=1.0, num_tokens=64, generator=0.2, policy=1e-6)

@@ -8,8 +8,8 @@ from rich.console import Console
 from rl_launch.commands import quickstart
 from rl_launch.commands.quickstart import Quickstart
 from rl_launch.commands.train import TrainOutcome
-from rl_launch.session.checkpoints.manifest import CheckpointManifest
-from rl_launch.session.directory.run_state import RunState
+from rl_launch.run_session.checkpoints.manifest import CheckpointManifest
+from rl_launch.run_session.directory.run_state import RunState
 
 ACCURACY = {"initial": 0.01, "sft": 0.5, "grpo": 0.875}
 

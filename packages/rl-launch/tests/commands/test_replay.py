@@ -10,7 +10,7 @@ from rl_core.errors import ConfigError, RunDirectoryError
 from rl_core.rollouts.group import LOSS_MASK, RolloutGroup
 from rl_core.rollouts.rollout import Prompt, Rollout, Turn, WeightSpan
 from rl_launch.commands.replay import STAGES, Breakpoints, OneRow, compared, replay, tensor_digest
-from rl_launch.session.directory.run_folder import RunFolder
+from rl_launch.run_session.directory.run_folder import RunFolder
 
 METRICS = {
     "step": 4,

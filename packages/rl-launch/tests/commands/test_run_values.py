@@ -8,8 +8,8 @@ from typer.testing import CliRunner
 from rl_core.errors import ConfigError
 from rl_launch.cli import app
 from rl_launch.commands.runs import RunValues, condition
-from rl_launch.session.directory.run_folder import RunFolder
-from rl_launch.session.directory.run_state import Labels, RunState
+from rl_launch.run_session.directory.run_folder import RunFolder
+from rl_launch.run_session.directory.run_state import Labels, RunState
 from rl_launch.show.report import headings
 from rl_launch.show.selection import shown
 

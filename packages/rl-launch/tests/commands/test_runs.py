@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from rl_launch.cli import app
 from rl_launch.commands.runs import age, list_runs, short_model, show
-from rl_launch.session.directory.run_state import Best, RunState
+from rl_launch.run_session.directory.run_state import Best, RunState
 
 
 def make_run(path, state, *, algorithm="grpo", model="Qwen/Qwen2.5-1.5B"):

@@ -16,7 +16,7 @@ from rl_core.tracing.spans import machine_clock
 from rl_launch.cli import app
 from rl_launch.commands import stacks
 from rl_launch.commands.stacks import ask_nodes, stacks_of
-from rl_launch.session.directory.lock import DirectoryLock
+from rl_launch.run_session.directory.lock import DirectoryLock
 
 WORKER = """
 import ctypes, os, subprocess, sys

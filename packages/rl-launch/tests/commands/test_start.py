@@ -5,7 +5,7 @@ import pytest
 from rl_core.errors import ConfigError, RunDirectoryError
 from rl_launch.commands.start import run_of
 from rl_launch.run_config.reading import read_plan
-from rl_launch.session import RunDirectory
+from rl_launch.run_session import RunDirectory
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from rl_launch.cli.app import app
 from rl_launch.commands.submit import log_lines, plan_job, status_of
-from rl_launch.session.directory.run_directory import RunDirectory
+from rl_launch.run_session.directory.run_directory import RunDirectory
 from rl_launch.submit.target import newest_submission, record_submission
 
 SHOWN = (

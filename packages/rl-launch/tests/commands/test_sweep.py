@@ -17,8 +17,8 @@ from rl_launch.commands.start import run_of
 from rl_launch.commands.sweep import run_names, run_sweep, split_values, sweep_of
 from rl_launch.commands.train import TrainOutcome
 from rl_launch.run_config.reading import RunRecording
-from rl_launch.session import RunDirectory
-from rl_launch.session.directory.run_state import Best, RunState
+from rl_launch.run_session import RunDirectory
+from rl_launch.run_session.directory.run_state import Best, RunState
 
 KEYS = ("policy.optimizer.kwargs.lr=1e-3,1e-4", "sft.seed=1,2", "sft.max_num_steps=2")
 

@@ -15,10 +15,10 @@ from rl_launch.commands.preparation import check_adapters_of_made_models, check_
 from rl_launch.commands.train import keep_warmed_up, train, with_local_models
 from rl_launch.model_files.local_models import WARMED_UP
 from rl_launch.run_config.reading import RunRecording, read_plan
-from rl_launch.session import RunDirectory
-from rl_launch.session.checkpoints.manifest import CheckpointManifest
-from rl_launch.session.directory.branch import BranchPoint
-from rl_launch.session.directory.run_state import RunState
+from rl_launch.run_session import RunDirectory
+from rl_launch.run_session.checkpoints.manifest import CheckpointManifest
+from rl_launch.run_session.directory.branch import BranchPoint
+from rl_launch.run_session.directory.run_state import RunState
 
 COMMAND = """
 import atexit, sys

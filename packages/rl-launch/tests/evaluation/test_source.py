@@ -11,9 +11,9 @@ from rl_core.errors import ConfigError, RunDirectoryError
 from rl_launch.commands import evaluate as evaluation
 from rl_launch.evaluation.source import evaluation_of, is_model
 from rl_launch.run_config.reading import read_plan
-from rl_launch.session.checkpoints.manifest import CheckpointManifest
-from rl_launch.session.directory.lock import DirectoryLock
-from rl_launch.session.directory.run_state import RunState
+from rl_launch.run_session.checkpoints.manifest import CheckpointManifest
+from rl_launch.run_session.directory.lock import DirectoryLock
+from rl_launch.run_session.directory.run_state import RunState
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from rl_core.errors import RunDirectoryError
 from rl_launch.cli import app
 from rl_launch.model_files.local_models import absent_run
 from rl_launch.model_files.model_folder import folder_problems
-from rl_launch.session.directory.run_folder import RunFolder
+from rl_launch.run_session.directory.run_folder import RunFolder
 
 
 @pytest.fixture(autouse=True)

@@ -53,16 +53,31 @@ def test_settings_that_differ_from_the_adapters_are_named(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "key", "remedy"),
     [
         pytest.param(
-            {"use_dora": True}, "an adapter with use_dora, which is not supported", id="DoRA [vllm-project/vllm#6983]"
-        ),
-        pytest.param(
             {"rank_pattern": {"q_proj": 2}},
-            "an adapter with rank_pattern",
+            "rank_pattern",
+            'Set it to {"q_proj": 2}',
             id="mixed ranks [huggingface/diffusers#14409]",
         ),
+        ({"alpha_pattern": {".*q_proj": 3}}, "alpha_pattern", 'Set it to {".*q_proj": 3.0}'),
+        pytest.param({"use_dora": True}, "use_dora", "Set it to True", id="DoRA [vllm-project/vllm#6983]"),
+    ],
+)
+def test_sizes_and_magnitudes_of_an_adapter_are_taken_or_compared(tmp_path, changes, key, remedy):
+    found = AdapterFolder.read(write(tmp_path, **changes))
+    lora = LoraConfig(**found.settings())
+    assert getattr(lora, key) == next(iter(changes.values()))
+    assert list(initial_adapter_problems("policy.lora_cfg", lora)) == []
+    plain = {name: value for name, value in found.settings().items() if name != key}
+    (problem,) = initial_adapter_problems("policy.lora_cfg", LoraConfig(**plain))
+    assert (problem.key, problem.remedy) == (f"policy.lora_cfg.{key}", remedy)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
         pytest.param(
             {"modules_to_save": ["score"]},
             "an adapter with modules_to_save",
@@ -75,7 +90,7 @@ def test_settings_that_differ_from_the_adapters_are_named(tmp_path):
         ({"init_lora_weights": "corda"}, "init_lora_weights=corda"),
         ({"init_lora_weights": "lora_ga"}, "init_lora_weights=lora_ga"),
         ({"init_lora_weights": "mica"}, "init_lora_weights=mica"),
-        ({"alpha_pattern": {"q_proj": 2}}, "an adapter with alpha_pattern, which is not supported; merge it with peft"),
+        ({"alpha_pattern": {"q_proj": None}}, "is not the config of a low-rank adapter"),
         pytest.param({"bias": "lora_only"}, "bias=lora_only", id="biases [huggingface/peft#3306]"),
         pytest.param({"lora_bias": True}, "lora_bias", id="biases of factors [vllm-project/vllm#5733]"),
         ({"bias": "all"}, "bias=all"),

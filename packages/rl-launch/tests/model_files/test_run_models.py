@@ -6,7 +6,7 @@ from rl_core.errors import ConfigError, RunDirectoryError
 from rl_launch.evaluation.source import evaluation_of
 from rl_launch.model_files.local_models import model_of_run
 from rl_launch.run_config.reading import read_raw
-from rl_launch.session.checkpoints.manifest import CheckpointManifest
+from rl_launch.run_session.checkpoints.manifest import CheckpointManifest
 
 CONFIG = "algorithm: sft\npolicy: {model_name: m}\ncheckpointing: {metric_name: 'val:loss', higher_is_better: false}\n"
 LOSSES = {2: 0.5, 4: 0.3, 6: 0.4}

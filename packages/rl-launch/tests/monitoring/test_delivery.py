@@ -11,7 +11,7 @@ import pytest
 from rl_core.config import Config, load, resolve
 from rl_core.errors import ConfigError
 from rl_launch.monitoring.notifications import CommandDelivery, DeliveryError, Outbox, WebhookDelivery, check_command
-from rl_launch.session.config import LoggerConfig, NotifyConfig
+from rl_launch.run_session.config import LoggerConfig, NotifyConfig
 
 SECRET = "T0K3N-of-mine"
 NOTIFICATION = {"event": "failed", "text": "my run: failed", "run": "my run", "step": 7}

@@ -7,8 +7,8 @@ import pytest
 
 from rl_core.run import RunEnd
 from rl_launch.monitoring.notifications import MIN_S, MIN_STEPS, Notifications, StallWatch
-from rl_launch.session.config import NotifyConfig
-from rl_launch.session.observer import ObservedRun
+from rl_launch.run_session.config import NotifyConfig
+from rl_launch.run_session.observer import ObservedRun
 
 CONFIG = {"policy": {"precision": "bfloat16"}}
 

@@ -16,9 +16,9 @@ from rl_core.run import RunEnd
 from rl_core.usage.meter import ProcessUsage
 from rl_launch.monitoring.prometheus import PrometheusEndpoint, exported_name
 from rl_launch.monitoring.quantities import HEALTH, PROCESS, SystemReadings, readings_of
-from rl_launch.session.checkpoints.manifest import CheckpointManifest
-from rl_launch.session.config import LoggerConfig
-from rl_launch.session.observer import ObservedRun
+from rl_launch.run_session.checkpoints.manifest import CheckpointManifest
+from rl_launch.run_session.config import LoggerConfig
+from rl_launch.run_session.observer import ObservedRun
 
 
 def free_port():

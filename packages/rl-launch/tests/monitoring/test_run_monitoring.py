@@ -10,9 +10,9 @@ from rich.console import Console
 from rl_core.errors import ConfigError
 from rl_launch.monitoring.run_monitoring import RunMonitoring
 from rl_launch.monitoring.telemetry import Telemetry
-from rl_launch.session import LoggerConfig, RunSession
-from rl_launch.session.config import NotifyConfig
-from rl_launch.session.observer import Observers, RunObserver
+from rl_launch.run_session import LoggerConfig, RunSession
+from rl_launch.run_session.config import NotifyConfig
+from rl_launch.run_session.observer import Observers, RunObserver
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "session"))
 

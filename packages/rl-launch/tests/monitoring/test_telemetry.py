@@ -16,7 +16,7 @@ from rl_core.rollouts.rollout import Prompt, Rollout
 from rl_core.run import RunEnd
 from rl_launch.monitoring import telemetry
 from rl_launch.monitoring.telemetry import ReportingExporter, Telemetry
-from rl_launch.session.observer import ObservedRun
+from rl_launch.run_session.observer import ObservedRun
 
 DONE = RunEnd("finished", "", 2, 2, {})
 

@@ -20,9 +20,9 @@ from rl_core.errors import ConfigError, RunDirectoryError
 from rl_launch.push.destinations import destination_of
 from rl_launch.push.pusher import Pusher, push, pusher_of
 from rl_launch.push.staging import base_model
-from rl_launch.session import CheckpointingConfig, RunSession
-from rl_launch.session.checkpoints.manifest import CheckpointManifest
-from rl_launch.session.directory.run_state import RunState
+from rl_launch.run_session import CheckpointingConfig, RunSession
+from rl_launch.run_session.checkpoints.manifest import CheckpointManifest
+from rl_launch.run_session.directory.run_state import RunState
 
 
 @pytest.fixture(autouse=True)

@@ -5,8 +5,8 @@ from rl_core.config import WhenChanged, load, resolve, tree_to_yaml
 from rl_core.errors import ConfigError, ConfigProblems, RunDirectoryError
 from rl_launch.run_config.reading import RunRecording, read_plan, recorded_environments
 from rl_launch.run_config.root_types import type_of
-from rl_launch.session import RunDirectory
-from rl_launch.session.directory.recording import changes_since, kept
+from rl_launch.run_session import RunDirectory
+from rl_launch.run_session.directory.recording import changes_since, kept
 
 MEGATRON = "policy.megatron_cfg.enabled=true"
 

@@ -15,9 +15,9 @@ import pytest
 from rl_core.errors import RLError
 from rl_launch.cluster.ray_nodes import GCS, KEEPER, RAYLET, LocalRay, state_of
 from rl_launch.placement.bundles import DevicesLost
+from rl_launch.run_session.stop import StopRequest
 from rl_launch.runtime import driver_watch
 from rl_launch.runtime.driver_watch import DriverWatch
-from rl_launch.session.stop import StopRequest
 
 
 class Run:

@@ -6,9 +6,9 @@ import pytest
 
 from rl_core.errors import WorkerDied
 from rl_core.tracing.profiling import ProfileReport
+from rl_launch.run_session.config import ProfilingConfig
 from rl_launch.runtime import observed_steps
 from rl_launch.runtime.observed_steps import Profiled, ProfiledSteps
-from rl_launch.session.config import ProfilingConfig
 
 
 class Worker:

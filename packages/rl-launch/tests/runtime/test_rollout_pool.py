@@ -22,12 +22,12 @@ from rl_core.rollouts.generation import SamplingParams
 from rl_core.rollouts.pool import RolloutTask
 from rl_core.rollouts.rollout import Prompt
 from rl_launch.placement.residency import Tenant, TenantResidency
+from rl_launch.run_session.stop import StepAbandoned
 from rl_launch.runtime import replica as replica_module
 from rl_launch.runtime import replica_group, rollout_pool
 from rl_launch.runtime.replica import FinishedCall, ProgressWatch
 from rl_launch.runtime.replica_group import MAX_DEATHS
 from rl_launch.runtime.rollout_pool import MAX_ROLLOUTS, GroupDispatch, ReplicaPool, RolloutLimit
-from rl_launch.session.stop import StepAbandoned
 
 SAMPLING = SamplingParams(4)
 

@@ -20,7 +20,7 @@ from rich.console import Console
 from rl_core.config import Config, WhenChanged
 from rl_core.errors import CheckpointDamaged
 from rl_core.model import SavedFile
-from rl_launch.session import CheckpointingConfig, LoggerConfig, RunSession
+from rl_launch.run_session import CheckpointingConfig, LoggerConfig, RunSession
 
 
 class LoopConfig(Config):

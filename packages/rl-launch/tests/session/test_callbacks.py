@@ -18,10 +18,10 @@ from rl_core.errors import CallbackFailed, ConfigError, WorkerDied
 from rl_core.run import HOOKS
 from rl_core.testing.exhaustive import exhaustive
 from rl_launch.api.api import with_names
-from rl_launch.session import RunSession
-from rl_launch.session.callbacks import callback_problems, make_callbacks
-from rl_launch.session.config import CallbackConfig
-from rl_launch.session.directory.run_state import RunState
+from rl_launch.run_session import RunSession
+from rl_launch.run_session.callbacks import callback_problems, make_callbacks
+from rl_launch.run_session.config import CallbackConfig
+from rl_launch.run_session.directory.run_state import RunState
 
 FILE = """
     from dataclasses import dataclass

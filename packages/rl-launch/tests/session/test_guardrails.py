@@ -10,9 +10,9 @@ import pytest
 from rl_core.errors import ConfigError, RLError
 from rl_launch.commands.train import findings, guarded, limited
 from rl_launch.run_config.reading import changed_plan, read_plan
-from rl_launch.session import RunSession
-from rl_launch.session.config import GuardrailConfig
-from rl_launch.session.guardrails import (
+from rl_launch.run_session import RunSession
+from rl_launch.run_session.config import GuardrailConfig
+from rl_launch.run_session.guardrails import (
     FILE,
     FOUND_METRICS,
     GuardrailEvent,

@@ -31,11 +31,11 @@ from rl_core.rollouts.record import write_records
 from rl_core.rollouts.rollout import Prompt, Rollout, Turn, WeightSpan
 from rl_core.testing.exhaustive import partly_exhaustive
 from rl_core.testing.fakes import FakeModel, FakeWeights
-from rl_launch.session import RunSession, newest_checkpoint
-from rl_launch.session.directory.run_folder import RunFolder
-from rl_launch.session.directory.run_state import RunState
-from rl_launch.session.rollouts.run_files import MAX_STEPS, RolloutFiles
-from rl_launch.session.stop import StepAbandoned, StopRequest
+from rl_launch.run_session import RunSession, newest_checkpoint
+from rl_launch.run_session.directory.run_folder import RunFolder
+from rl_launch.run_session.directory.run_state import RunState
+from rl_launch.run_session.rollouts.run_files import MAX_STEPS, RolloutFiles
+from rl_launch.run_session.stop import StepAbandoned, StopRequest
 
 
 @pytest.fixture

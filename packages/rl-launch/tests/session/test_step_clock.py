@@ -3,8 +3,8 @@ import io
 import pytest
 from rich.console import Console
 
-from rl_launch.session.step_clock import StepClock
-from rl_launch.session.tracking.progress import RunProgress
+from rl_launch.run_session.step_clock import StepClock
+from rl_launch.run_session.tracking.progress import RunProgress
 
 
 def make_clock():
@@ -26,7 +26,7 @@ def test_timings_sum_a_phase_that_is_entered_twice():
 
 def test_a_phase_within_another_counts_once(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("rl_launch.session.step_clock.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("rl_launch.run_session.step_clock.time.monotonic", lambda: now[0])
     clock = make_clock()
     clock.begin(1, 1)
     with clock.phase("generation"):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_launch.session.directory.run_folder import RunFolder
+from rl_launch.run_session.directory.run_folder import RunFolder
 
 CONFIG = """\
 algorithm: grpo

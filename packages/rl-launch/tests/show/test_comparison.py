@@ -8,7 +8,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from rl_launch.cli import app
-from rl_launch.session.directory.run_folder import RunFolder
+from rl_launch.run_session.directory.run_folder import RunFolder
 from rl_launch.show.comparison import compared_metrics, comparison_of, letter, show_comparison
 from rl_launch.show.terminal import Curve, overlay
 

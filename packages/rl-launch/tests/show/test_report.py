@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 
 from rl_core.errors import RunDirectoryError
 from rl_launch.cli import app
-from rl_launch.session.checkpoints.manifest import CheckpointManifest
-from rl_launch.session.directory.run_state import RunState
+from rl_launch.run_session.checkpoints.manifest import CheckpointManifest
+from rl_launch.run_session.directory.run_state import RunState
 from rl_launch.show import report_of, show
 from rl_launch.show.terminal import FIRST, shortened
 

@@ -10,8 +10,8 @@ import numpy as np
 
 from rl_core.rollouts.group import RolloutGroup
 from rl_core.rollouts.rollout import Prompt, Rollout, WeightSpan
-from rl_launch.session.rollouts.run_files import TokenFiles
-from rl_launch.session.traces.trace_folder import Piece, TraceWriter
+from rl_launch.run_session.rollouts.run_files import TokenFiles
+from rl_launch.run_session.traces.trace_folder import Piece, TraceWriter
 
 CONFIG = """\
 algorithm: grpo
@@ -105,7 +105,7 @@ def made_run(folder: Path, num_steps: int = 3, *, lr: float = 0.001) -> Path:
     (folder / "run.json").write_text(json.dumps({"algorithm": "grpo", "model": "Qwen/Qwen3-0.6B", "tags": ["first"]}))
     (folder / "config.yaml").write_text(CONFIG.format(lr=lr))
     (folder / "logs" / "driver.log").write_text(
-        "2026-01-02 03:04:05,678 INFO rl_launch.session.tracking.progress: step 1/20  reward 0.1\n"
+        "2026-01-02 03:04:05,678 INFO rl_launch.run_session.tracking.progress: step 1/20  reward 0.1\n"
         "2026-01-02 03:04:06,678 WARNING rl_launch.runtime: replica 1 was lost and is restarted\n"
     )
     for step in range(1, num_steps + 1):

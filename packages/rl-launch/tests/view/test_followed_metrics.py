@@ -7,7 +7,7 @@ from math import nan
 import pytest
 from made_runs import add_step, made_run
 
-from rl_launch.session.directory.run_folder import RunFolder
+from rl_launch.run_session.directory.run_folder import RunFolder
 from rl_launch.view.metrics import FollowedMetrics, thinned
 
 

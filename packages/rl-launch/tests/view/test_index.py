@@ -7,7 +7,7 @@ import time
 import pytest
 from made_runs import add_step, group, lines, made_run, rollout
 
-from rl_launch.session.rollouts import rollout_store
+from rl_launch.run_session.rollouts import rollout_store
 from rl_launch.view.index import RolloutIndex, RolloutLine, RolloutQuery, RunRollouts, SingleFile
 
 FAR = time.monotonic() + 1e6

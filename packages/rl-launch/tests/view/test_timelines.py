@@ -4,7 +4,7 @@ import pytest
 from made_runs import add_profiles, add_traces, made_run
 
 from rl_core.errors import RunDirectoryError
-from rl_launch.session.traces.trace_folder import Piece, TraceWriter, trace_files
+from rl_launch.run_session.traces.trace_folder import Piece, TraceWriter, trace_files
 from rl_launch.view import timelines
 from rl_launch.view.answers import ANSWERS
 from rl_launch.view.catalog import PageCatalog

@@ -4,7 +4,7 @@ import pytest
 from made_runs import add_step, add_tokens, made_run, rollout
 
 from rl_core.errors import RunDirectoryError
-from rl_launch.session.rollouts import rollout_store
+from rl_launch.run_session.rollouts import rollout_store
 from rl_launch.view.answers import ANSWERS
 from rl_launch.view.catalog import PageCatalog
 from rl_launch.view.parameters import Parameters

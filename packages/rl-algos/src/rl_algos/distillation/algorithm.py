@@ -154,7 +154,7 @@ class Distillation(RolloutAlgorithm[RolloutsRoot]):
         teachers: RolloutTeacher
         loss: Loss
         if data.encode is not None and settings.self_teacher is not None:
-            loss = loss_of(config, vocabulary=data.vocabulary)
+            loss = distillation_loss_of(config, vocabulary=data.vocabulary)
             teachers = SelfTeacher(
                 policy,
                 data.encode,
@@ -164,7 +164,7 @@ class Distillation(RolloutAlgorithm[RolloutsRoot]):
                 max_tokens=config.policy.max_total_sequence_length,
             )
         elif data.translator is None:
-            loss = loss_of(config, vocabulary=data.vocabulary)
+            loss = distillation_loss_of(config, vocabulary=data.vocabulary)
             teachers = teachers_of(config, components)
         else:
             loss = SpanLoss(config.loss_fn.span_tau, config.loss_fn.temperature)
@@ -210,7 +210,7 @@ class OfflineDistillation(SupervisedAlgorithm[TextRoot, TextData]):
         return conversation_reader(config.data, config.policy, config.distillation.learn)
 
     def run(self, config: TextRoot, components: Components, run: Run) -> None:
-        loss = loss_of(config, vocabulary=components.data.vocabulary)
+        loss = distillation_loss_of(config, vocabulary=components.data.vocabulary)
         objective = text_objective(loss, teachers_of(config, components))
         policy, rows = components.models["policy"], config.policy.train_global_batch_size
         learn(config.distillation, objective, policy, components.data, run, batch_size=rows)
@@ -277,7 +277,9 @@ def teacher_tokenizer(config: TextRoot | RolloutsRoot, key: str) -> Any:
     return tokenizer
 
 
-def loss_of(config: TextRoot | RolloutsRoot, *, vocabulary: int) -> DistillationLoss | WholeDistillationLoss:
+def distillation_loss_of(
+    config: TextRoot | RolloutsRoot, *, vocabulary: int
+) -> DistillationLoss | WholeDistillationLoss:
     """Return the loss of a run.
 
     Args:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from rl_algos.dpo.config import DPOConfig, DPORoot, PreferenceObjectiveConfig
-from rl_algos.dpo.loss import REF_LOGPROBS, learns_from_responses, loss_of, uses_reference
+from rl_algos.dpo.loss import REF_LOGPROBS, learns_from_responses, preference_loss_of, uses_reference
 from rl_algos.images.columns import seen_columns
 from rl_algos.losses.preference import LENGTH_WEIGHTS, SORTED_SHIFT, PreferenceLoss
 from rl_algos.preference.algorithm import PreferenceAlgorithm
@@ -34,7 +34,7 @@ class DPO(PreferenceAlgorithm[DPORoot]):
     """Preference optimization."""
 
     def reads(self, config: DPORoot) -> tuple[DPOConfig, Verdict | None, bool]:
-        loss = loss_of(config.dpo)
+        loss = preference_loss_of(config.dpo)
         return config.dpo, "label" if learns_from_responses(loss) else None, "margin" in loss.columns
 
     def run(self, config: DPORoot, components: Components, run: Run) -> None:
@@ -59,7 +59,7 @@ def preference_objective(
         max_tokens: Maximum number of tokens of a row.
         cached: Keep the reference's logprobs of each row.
     """
-    loss = loss_of(settings)
+    loss = preference_loss_of(settings)
     to_batch: Callable[[Sequence[Any]], Batch] = judged_batch if learns_from_responses(loss) else pair_batch
     if not uses_reference(loss):
         return RowObjective(loss, to_batch)

@@ -67,7 +67,7 @@ def added_section(written: Any) -> type[Config]:
     return assemble("AddedLosses", kinds, base=AddedLosses)
 
 
-def loss_of(dpo: PreferenceObjectiveConfig) -> Loss:
+def preference_loss_of(dpo: PreferenceObjectiveConfig) -> Loss:
     """Return the loss of a run.
 
     Raises:

@@ -13,8 +13,8 @@ from rl_algos.dpo.loss import (
     OF_RESPONSES,
     added_section,
     learns_from_responses,
-    loss_of,
     loss_section,
+    preference_loss_of,
     uses_reference,
 )
 from rl_algos.losses.custom import chosen_type, is_path, loss_requirements
@@ -74,7 +74,7 @@ def check(config: DPORoot) -> Iterator[Problem]:
 def created(settings: PreferenceObjectiveConfig) -> Loss | None:
     """Return the loss of a section; None if it cannot be created, which the checks report."""
     try:
-        return loss_of(settings)
+        return preference_loss_of(settings)
     except (ValueError, TypeError):
         return None
 
@@ -94,7 +94,7 @@ def objective_problems(key: str, settings: PreferenceObjectiveConfig) -> Iterato
             yield Problem(f"{key}.added_losses.{each}", f"could not be created: {error}")
             return
     try:
-        loss = loss_of(settings)
+        loss = preference_loss_of(settings)
         columns, temperature = tuple(loss.columns), loss.temperature
     except (ValueError, TypeError) as error:
         yield Problem(f"{key}.loss", f"could not create {name}: {error}")

@@ -60,7 +60,7 @@ def surrogate_section(name: str | None) -> type[Surrogate]:
     return SURROGATES[name]
 
 
-def loss_of(config: ObjectiveRoot, algorithm: PolicyGradientConfig) -> Loss:
+def policy_loss_of(config: ObjectiveRoot, algorithm: PolicyGradientConfig) -> Loss:
     """Return the loss of a run.
 
     Args:
@@ -94,7 +94,7 @@ def objective_of(
         read_before: Columns that its advantages read among the reads of the policy before the update.
         weights: Weights of the policy, whose version gives the age of rollouts; None if no step is taken with the loss.
     """
-    loss, settings, exact = loss_of(config, algorithm), config.loss_fn, config.policy.generation.exact
+    loss, settings, exact = policy_loss_of(config, algorithm), config.loss_fn, config.policy.generation.exact
     statistics: dict[str, Statistic] = {}
     if algorithm.splits and PAIR in loss.columns:
         statistics[PAIR] = rollouts_of_rows

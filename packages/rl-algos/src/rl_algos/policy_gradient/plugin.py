@@ -14,9 +14,9 @@ from rl_algos.policy_gradient.loss import (
     COLUMNS,
     columns_of,
     has_one_update,
-    loss_of,
     loss_section,
     needs_prev,
+    policy_loss_of,
     surrogate_section,
 )
 from rl_algos.rollouts.checks import filter_problems
@@ -186,7 +186,7 @@ def _custom_loss_problems(
 ) -> Iterator[Problem]:
     name, generation = settings.name, config.policy.generation
     try:
-        loss = loss_of(config, algorithm)
+        loss = policy_loss_of(config, algorithm)
         columns, temperature, reads = tuple(loss.columns), loss.temperature, loss.reads
     except (ValueError, TypeError) as error:
         yield Problem("loss_fn", f"could not create {name}: {error}")

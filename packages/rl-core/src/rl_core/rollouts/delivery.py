@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from rl_core.errors import WeightSyncError
 from rl_core.rollouts.generation import Generator
-from rl_core.weights import Manifest, Transport
+from rl_core.weights import Manifest, Transport, WeightSource
 
 QUANTISATION_NOISE = "quantisation_noise"
 """Entry of `Generator.health`: the estimate of `quantisation_noise`, for an engine that quantises its weights."""
@@ -80,6 +81,42 @@ class Taken:
     digests: Sequence[str]
     scores: Sequence[np.ndarray]
     quantisation_noise: float = 0.0
+
+
+async def publish_weights(source: WeightSource, generator: Generator, version: int, transport: Transport) -> None:
+    """Bring a generator to the weights of a model, verified, for a loop that has both: it serves them from then on.
+
+    Args:
+        source: Rank of the model, the only one.
+        generator: Generator that has started, whose engine may consist of several ranks.
+        version: Version of the weights, higher than the last one.
+        transport: Transfer settings, the same each time. With the kind `disk`, `address` is a folder.
+
+    Raises:
+        WeightSyncError: Naming the tensors that did not arrive; the generator then serves nothing until a transfer
+            succeeds.
+        ValueError: If the model has other ranks, which have to send as well.
+    """
+    manifest = source.manifest(version)
+    if manifest is None:
+        raise ValueError("this rank does not speak for its model; weights are published from rank 0 of a single rank")
+    await generator.pause()
+    try:
+        await generator.begin(manifest)
+        sending = asyncio.create_task(asyncio.to_thread(source.send, manifest, transport))
+        try:
+            if not transport.ends_meet:
+                await sending
+            received = await generator.receive(transport, 1)
+        except BaseException:
+            source.interrupt(transport, "the generator did not receive")
+            await asyncio.wait([sending])
+            raise
+        if set(received) != set(await sending):
+            raise WeightSyncError(f"weights {version} arrived with other contents than were sent")
+        await generator.commit(version)
+    finally:
+        await generator.resume()
 
 
 async def take_over(generator: Generator, manifest: Manifest, delivery: Delivery) -> Taken:

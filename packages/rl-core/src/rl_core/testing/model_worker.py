@@ -353,26 +353,16 @@ class ModelWorkerSuite:
                 self._assert_trains_like(model, self._oracle(path, "reward_model"), [pairs] * 2, PairLoss())
 
     def test_gradients_of_several_batches_are_one_step(self) -> None:
-        loss, batches = TokenLoss(temperature=0.8), [make_batch(), make_batch((6,), seed=1), make_batch(seed=2)]
+        loss = TokenLoss(temperature=0.8)
         for world in self.worlds:
             oracle = self._oracle()
             with self._model(world, optimizer=SGD, **LAYOUTS["packed-16"]) as model:
-
-                def step(settings: StepSettings | None, max_grad_norm: float, rate: float) -> None:
-                    logprobs = [oracle.infer(batch, [LOGPROBS], 0.8)["logprobs"] for batch in batches]
-                    expected = oracle.train_step(batches, loss, SGD, max_grad_norm)
-                    found = [model.accumulate(batch, loss) for batch in batches]
-                    applied = model.apply(settings)
-                    total = sum(metrics["loss"] for metrics, _ in found)
-                    self._assert_metrics({**applied, "loss": total}, {**expected, "lr": rate})
-                    for (_, columns), own in zip(found, logprobs, strict=True):
-                        self._assert_close(columns.ragged("logprobs").values, own, "logprobs")
-
-                step(None, 1.0, 0.05)
+                self._assert_accumulates_like(model, oracle, loss, None)
                 model.accumulate(poison(make_batch()), loss)
                 model.discard()
                 oracle.optimizer.param_groups[0].update(lr=0.01, momentum=0.5)
-                step(StepSettings(0.01, max_grad_norm=0.1, kwargs={"momentum": 0.5}), 0.1, 0.01)
+                settings = StepSettings(0.01, max_grad_norm=0.1, kwargs={"momentum": 0.5})
+                self._assert_accumulates_like(model, oracle, loss, settings)
                 oracle.optimizer.param_groups[0].update(SGD.kwargs)
                 self._assert_trains_like(model, oracle, [make_batch(seed=3)], loss)
 
@@ -912,6 +902,19 @@ class ModelWorkerSuite:
         for batch in batches:
             expected = oracle.train_step(batch, loss, SGD, max_grad_norm)
             self._assert_metrics(model.train_step(batch, loss), expected)
+
+    def _assert_accumulates_like(
+        self, model: PooledModel, oracle: Any, loss: Loss, settings: StepSettings | None
+    ) -> None:
+        batches = [make_batch(), make_batch((6,), seed=1), make_batch(seed=2)]
+        logprobs = [oracle.infer(batch, [LOGPROBS], loss.temperature)["logprobs"] for batch in batches]
+        chosen = settings or StepSettings(0.05, max_grad_norm=1.0)
+        expected = oracle.train_step(batches, loss, SGD, chosen.max_grad_norm)
+        found = [model.accumulate(batch, loss) for batch in batches]
+        applied, total = model.apply(settings), sum(metrics["loss"] for metrics, _ in found)
+        self._assert_metrics({**applied, "loss": total}, {**expected, "lr": chosen.lr or 0.0})
+        for (_, columns), own in zip(found, logprobs, strict=True):
+            self._assert_close(columns.ragged("logprobs").values, own, "logprobs")
 
     def _assert_metrics(self, found: Mapping[str, float], expected: Mapping[str, float]) -> None:
         for name, value in expected.items():

@@ -26,10 +26,10 @@ from rl_launch.api.in_memory_rows import with_paths, without_rows
 from rl_launch.commands.start import run_of
 from rl_launch.evaluation.result import EvaluationResult, compare_results
 from rl_launch.evaluation.source import evaluation_of
-from rl_launch.session import ADAPTER, EXPORT, show_logs
-from rl_launch.session.directory.row_files import RowFile, kept
-from rl_launch.session.directory.run_folder import RunFolder
-from rl_launch.session.directory.run_state import HEADLINES
+from rl_launch.run_session import ADAPTER, EXPORT, show_logs
+from rl_launch.run_session.directory.row_files import RowFile, kept
+from rl_launch.run_session.directory.run_folder import RunFolder
+from rl_launch.run_session.directory.run_state import HEADLINES
 
 _DOTTED = ("optimizer", "scheduler")
 """Sections whose classes have dotted names without a colon, such as torch's."""
@@ -84,7 +84,7 @@ class TrainResult:
         return "TrainResult(\n  " + ",\n  ".join(lines) + ",\n)"
 
 
-def _told_plainly(function: Callable[P, T]) -> Callable[P, T]:
+def told_plainly(function: Callable[P, T]) -> Callable[P, T]:
     """Raise mistakes in what the user wrote from the user's call, without the calls that found them. Messages name
     arguments of Python in place of a command line."""
 
@@ -101,7 +101,7 @@ def _told_plainly(function: Callable[P, T]) -> Callable[P, T]:
     return call
 
 
-@_told_plainly
+@told_plainly
 def train(
     config: Source, overrides: Overrides = (), *, fresh: bool = False, branch_from: str = "", verbose: bool = False
 ) -> TrainResult:
@@ -128,7 +128,7 @@ def train(
         SystemExit: If SIGTERM ends it, likewise.
     """
     show_logs(verbose=verbose)
-    values = _Values.of(config, overrides)
+    values = Values.of(config, overrides)
     given = run_of(*values.given(), branch_from)
     if values.files:
         given = run_of(*values.given(given.run_dir), branch_from)
@@ -144,7 +144,7 @@ def train(
     return result_of(given.run_dir)
 
 
-@_told_plainly
+@told_plainly
 def evaluate(
     config: Source,
     overrides: Overrides = (),
@@ -171,7 +171,7 @@ def evaluate(
         sample failed.
     """
     show_logs(verbose=verbose)
-    values = _Values.of(config, overrides)
+    values = Values.of(config, overrides)
     given = evaluation_of(*values.given(), tasks)
     if values.files:
         given = evaluation_of(*values.given(given.folder), tasks)
@@ -183,7 +183,7 @@ def evaluate(
         return run(given.plan, folder=given.folder, trained=given.training() if contamination else None)
 
 
-@_told_plainly
+@told_plainly
 def compare(first: str | Path | EvaluationResult, second: str | Path | EvaluationResult) -> dict[str, ModelComparison]:
     """Compare two evaluations by task, on the prompts that they share.
 
@@ -209,7 +209,7 @@ def result_of(run_dir: Path) -> TrainResult:
 
 
 @dataclass(frozen=True)
-class _Values:
+class Values:
     """The config and the overrides of a call. Every dataset of rows is a `RowFile`.
 
     Args:
@@ -223,7 +223,7 @@ class _Values:
     files: Sequence[RowFile]
 
     @classmethod
-    def of(cls, config: Source, overrides: Overrides) -> _Values:
+    def of(cls, config: Source, overrides: Overrides) -> Values:
         """Take the rows out of the arguments of a call.
 
         Raises:

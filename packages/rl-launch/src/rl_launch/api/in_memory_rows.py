@@ -16,7 +16,7 @@ import numpy as np
 from rl_algos.data.config import DatasetConfig
 from rl_core.config.tree import KeyPath, format_path
 from rl_core.errors import ConfigError
-from rl_launch.session.directory.row_files import FOLDER, RowFile
+from rl_launch.run_session.directory.row_files import FOLDER, RowFile
 
 _SPOOLED_BYTES = 64 * 2**20
 """Files up to this size are held in memory until the run's folder is known."""

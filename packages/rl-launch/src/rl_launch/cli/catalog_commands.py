@@ -155,7 +155,7 @@ def run_environment(
     with reported():
         from rl_core.errors import ConfigError
         from rl_launch.commands.environments.source import environment_of
-        from rl_launch.session import show_logs
+        from rl_launch.run_session import show_logs
 
         if model and scripted is not None:
             raise ConfigError("--model and --scripted cannot be combined")

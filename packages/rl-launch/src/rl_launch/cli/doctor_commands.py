@@ -129,8 +129,8 @@ def run(folder: Annotated[str, argument("DIR", "A run directory.")], as_json: As
     with reported():
         from rich.console import Console
 
-        from rl_launch.session.directory.exactly_once import described, prove
-        from rl_launch.session.directory.run_folder import RunFolder
+        from rl_launch.run_session.directory.exactly_once import described, prove
+        from rl_launch.run_session.directory.run_folder import RunFolder
 
         proof = prove(RunFolder(folder))
         if as_json:

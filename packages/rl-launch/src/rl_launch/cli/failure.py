@@ -71,7 +71,7 @@ def reported(*, shows_logs: bool = False, verbose: bool = False) -> Iterator[Com
     failure = CommandFailure()
     try:
         if shows_logs:
-            from rl_launch.session import show_logs
+            from rl_launch.run_session import show_logs
 
             show_logs(verbose=verbose)
         yield failure

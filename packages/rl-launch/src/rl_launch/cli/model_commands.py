@@ -70,7 +70,7 @@ def evaluate(
     with reported() as failure:
         from rl_launch.evaluation.result import EvaluationResult, compare_results
         from rl_launch.evaluation.source import evaluation_of
-        from rl_launch.session import show_logs
+        from rl_launch.run_session import show_logs
 
         earlier = None if against is None else EvaluationResult.read(against)
         chosen = [name.strip() for name in tasks.split(",") if name.strip()]
@@ -259,7 +259,7 @@ def _note(text: str) -> None:
 
 
 def _waiting() -> AbstractContextManager[object]:
-    from rl_launch.session.tracking.log_output import shared_console
+    from rl_launch.run_session.tracking.log_output import shared_console
 
     console = shared_console()
     return console.status("") if console.is_terminal else nullcontext()
@@ -332,8 +332,9 @@ def convert(
     """Convert between checkpoints of training backends, adapters and Hugging Face files, and verify the result.
 
     Writes Hugging Face files, or with --to a checkpoint of a training backend. Weights in pytorch_model.bin become
-    safetensors, without running code from the pickle. --quantize writes Hugging Face files whose linear layers have
-    few bits, as vLLM reads them.
+    safetensors, without running code from the pickle. So does a checkpoint of Megatron-LM or Megatron Bridge
+    (torch_dist); policy.model_name=MODEL gives its config and tokenizer. --quantize writes Hugging Face files whose
+    linear layers have few bits, as vLLM reads them.
     """
     with reported(shows_logs=True):
         from rl_launch.commands.conversion.convert import convert as run

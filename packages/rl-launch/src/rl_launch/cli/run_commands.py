@@ -14,7 +14,7 @@ from rl_launch.cli.failure import reported
 from rl_launch.cli.options import AsJson, argument, keys, option, write_json
 
 if TYPE_CHECKING:
-    from rl_launch.session.directory.run_folder import RunFolder
+    from rl_launch.run_session.directory.run_folder import RunFolder
     from rl_launch.show.images import Line
     from rl_launch.show.selection import Selection
 
@@ -137,8 +137,8 @@ def label(
         from dataclasses import replace
 
         from rl_core.config import tree_to_yaml
-        from rl_launch.session.directory.run_folder import DESCRIPTION, RunFolder
-        from rl_launch.session.directory.run_state import write_labels
+        from rl_launch.run_session.directory.run_folder import DESCRIPTION, RunFolder
+        from rl_launch.run_session.directory.run_state import write_labels
 
         found = [RunFolder(path) for path in paths]
         given = {"name": name, "group": group, "notes": notes}
@@ -194,8 +194,8 @@ def show(
     with reported():
         from rl_core.errors import ConfigError
         from rl_launch.evaluation.folder import is_evaluation
-        from rl_launch.session.directory.checkpoint_name import CheckpointName
-        from rl_launch.session.directory.run_folder import RunFolder
+        from rl_launch.run_session.directory.checkpoint_name import CheckpointName
+        from rl_launch.run_session.directory.run_folder import RunFolder
         from rl_launch.show.images import check_matplotlib, write_images
         from rl_launch.show.selection import Condition, Selection
 
@@ -306,7 +306,7 @@ def view(
     With --export: static files that open from file://, without a server.
     """
     with reported():
-        from rl_launch.session.directory.run_folder import RUNS
+        from rl_launch.run_session.directory.run_folder import RUNS
         from rl_launch.view.catalog import PageCatalog
         from rl_launch.view.export import export
         from rl_launch.view.index import cache_folder
@@ -379,9 +379,9 @@ def chaos(
     with reported(shows_logs=True):
         from rl_launch.commands.chaos import Schedule, seconds_of
         from rl_launch.commands.chaos import chaos as exercise
-        from rl_launch.session.directory.exactly_once import described, prove
-        from rl_launch.session.directory.lock import holder
-        from rl_launch.session.directory.run_folder import RunFolder
+        from rl_launch.run_session.directory.exactly_once import described, prove
+        from rl_launch.run_session.directory.lock import holder
+        from rl_launch.run_session.directory.run_folder import RunFolder
 
         chosen = tuple(name.strip() for name in faults.split(",") if name.strip())
         times = [seconds_of(each) for each in (every, duration, stopped)]

@@ -42,7 +42,7 @@ def train(
         failure.run_dir = given.run_dir
 
         from rl_launch.commands.train import train as run
-        from rl_launch.session import show_logs
+        from rl_launch.run_session import show_logs
 
         show_logs(verbose=verbose)
         outcome = run(given.plan, run_dir=given.run_dir, title=given.name, fresh=fresh, branch_point=given.branch_point)

@@ -26,8 +26,8 @@ from rl_core.errors import ConfigError, RunDirectoryError
 from rl_core.tracing.stacks import FOLDER, SUFFIX
 from rl_launch.cluster.process_stacks import is_here, registered, signal_here
 from rl_launch.commands.stacks import on_nodes, require_running
-from rl_launch.session.directory.lock import holder
-from rl_launch.session.directory.run_folder import RunFolder
+from rl_launch.run_session.directory.lock import holder
+from rl_launch.run_session.directory.run_folder import RunFolder
 
 FILE = "chaos.jsonl"
 """Journal of the faults, in a run directory."""

@@ -30,8 +30,8 @@ from rl_launch.root_config import POLICY, with_section, with_values
 from rl_launch.run_config.checks import check_placement
 from rl_launch.run_config.inputs import model_names
 from rl_launch.run_config.plan import RunPlan
-from rl_launch.session.directory.checkpoint_name import CheckpointName
-from rl_launch.session.directory.run_folder import RunFolder
+from rl_launch.run_session.directory.checkpoint_name import CheckpointName
+from rl_launch.run_session.directory.run_folder import RunFolder
 from rl_launch.worker_envs.driver import missing
 from rl_launch.worker_envs.spec import worker_env
 

@@ -34,9 +34,9 @@ from rl_launch.model_files.model_facts import check_tokenizer
 from rl_launch.run_config.checks import check_placement
 from rl_launch.run_config.inputs import check_inputs
 from rl_launch.run_config.plan import RunPlan
+from rl_launch.run_session.directory.row_files import name_images
+from rl_launch.run_session.directory.run_folder import RunFolder
 from rl_launch.runtime.role_envs import trials_on, try_here, try_in
-from rl_launch.session.directory.row_files import name_images
-from rl_launch.session.directory.run_folder import RunFolder
 
 _log = logging.getLogger(__name__)
 

@@ -32,7 +32,7 @@ from rl_launch.foreign_keys.hints import Meaning, meanings
 from rl_launch.recipes import recipe_names
 from rl_launch.run_config.reading import read_plan, read_raw
 from rl_launch.run_config.root_types import root_type, type_of
-from rl_launch.session.directory.checkpoint_name import CheckpointName
+from rl_launch.run_session.directory.checkpoint_name import CheckpointName
 
 _SETTINGS = re.compile(r"(?P<dataset>data\.(?:train|validation)(?:\[\d+\])?)\.settings(?:\.(?P<rest>.+))?")
 _WORD = re.compile(r"[^\W_]+")

@@ -35,10 +35,10 @@ from rl_launch.doctor.family import worker_answers
 from rl_launch.root_config import with_values
 from rl_launch.run_config.plan import RunPlan
 from rl_launch.run_config.reading import read_plan
-from rl_launch.session.checkpoints.checkpoints import EXPORT, saved_checkpoints
-from rl_launch.session.directory.branch import BranchPoint
-from rl_launch.session.directory.run_folder import RunFolder, is_run
-from rl_launch.session.rollouts.rollout_store import open_step, steps_in
+from rl_launch.run_session.checkpoints.checkpoints import EXPORT, saved_checkpoints
+from rl_launch.run_session.directory.branch import BranchPoint
+from rl_launch.run_session.directory.run_folder import RunFolder, is_run
+from rl_launch.run_session.rollouts.rollout_store import open_step, steps_in
 from rl_launch.worker_envs.provision import provision
 from rl_launch.worker_envs.spec import worker_env
 

@@ -44,18 +44,18 @@ from rl_launch.run_config.checks import check_models, check_placement
 from rl_launch.run_config.inputs import check_inputs, check_profiling
 from rl_launch.run_config.plan import RunPlan
 from rl_launch.run_config.reading import RunRecording, recorded_environments
+from rl_launch.run_session import RunDirectory
+from rl_launch.run_session.callbacks import MadeCallback, make_callbacks
+from rl_launch.run_session.checkpoints.checkpoints import saved_state
+from rl_launch.run_session.directory.branch import Branch, BranchPoint
+from rl_launch.run_session.directory.lock import FILE_NAME as LOCK
+from rl_launch.run_session.directory.remedies import train_command
+from rl_launch.run_session.directory.row_files import name_images, names_of_run
+from rl_launch.run_session.directory.run_folder import CONFIG, RunFolder, is_run
+from rl_launch.run_session.directory.writable import check_writable
+from rl_launch.run_session.tracking.trackers import check_mlflow_store
+from rl_launch.run_session.tracking.writers import check_writers
 from rl_launch.runtime.role_envs import load_agent_in, role_specs, trials_of, try_here, try_in
-from rl_launch.session import RunDirectory
-from rl_launch.session.callbacks import MadeCallback, make_callbacks
-from rl_launch.session.checkpoints.checkpoints import saved_state
-from rl_launch.session.directory.branch import Branch, BranchPoint
-from rl_launch.session.directory.lock import FILE_NAME as LOCK
-from rl_launch.session.directory.remedies import train_command
-from rl_launch.session.directory.row_files import name_images, names_of_run
-from rl_launch.session.directory.run_folder import CONFIG, RunFolder, is_run
-from rl_launch.session.directory.writable import check_writable
-from rl_launch.session.tracking.trackers import check_mlflow_store
-from rl_launch.session.tracking.writers import check_writers
 from rl_launch.worker_envs.node_build import default_root
 from rl_launch.worker_envs.provision import DriverEnvs, availability_of, check_home
 from rl_launch.worker_envs.variables import worker_process_environment

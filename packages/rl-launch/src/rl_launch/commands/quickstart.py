@@ -18,9 +18,9 @@ from rl_core.errors import WorkerEnvironmentError
 from rl_launch.commands.train import keep_warmed_up, train
 from rl_launch.run_config.plan import RunPlan
 from rl_launch.run_config.reading import read_plan
-from rl_launch.session.checkpoints.checkpoints import newest_checkpoint
-from rl_launch.session.directory.run_folder import RunFolder, is_run
-from rl_launch.session.directory.writable import check_writable
+from rl_launch.run_session.checkpoints.checkpoints import newest_checkpoint
+from rl_launch.run_session.directory.run_folder import RunFolder, is_run
+from rl_launch.run_session.directory.writable import check_writable
 
 _MEASURED = (("initial", "before SFT"), ("sft", "after SFT"), ("grpo", "after GRPO"))
 

@@ -25,12 +25,12 @@ from rl_core.errors import ConfigError, RLError, RunDirectoryError
 from rl_core.rollouts.group import LOSS_MASK, RolloutGroup
 from rl_launch.commands.train import ReplayedSteps, train
 from rl_launch.run_config.reading import read_plan
-from rl_launch.session.checkpoints.checkpoints import saved_checkpoints
-from rl_launch.session.directory.branch import BranchPoint
-from rl_launch.session.directory.checkpoint_name import CheckpointName
-from rl_launch.session.directory.run_folder import RunFolder
-from rl_launch.session.observer import RunObserver
-from rl_launch.session.rollouts.rollout_store import open_step, steps_in
+from rl_launch.run_session.checkpoints.checkpoints import saved_checkpoints
+from rl_launch.run_session.directory.branch import BranchPoint
+from rl_launch.run_session.directory.checkpoint_name import CheckpointName
+from rl_launch.run_session.directory.run_folder import RunFolder
+from rl_launch.run_session.observer import RunObserver
+from rl_launch.run_session.rollouts.rollout_store import open_step, steps_in
 
 _log = logging.getLogger(__name__)
 

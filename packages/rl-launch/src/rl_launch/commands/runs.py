@@ -20,9 +20,9 @@ from rl_core.config import did_you_mean
 from rl_core.config.keys import value_at
 from rl_core.config.tree import format_path, leaves, parse_path
 from rl_core.errors import ConfigError, RunDirectoryError
-from rl_launch.session.directory.remedies import command_to_go_on
-from rl_launch.session.directory.run_folder import RunFolder, find_runs
-from rl_launch.session.directory.run_state import Best, Labels
+from rl_launch.run_session.directory.remedies import command_to_go_on
+from rl_launch.run_session.directory.run_folder import RunFolder, find_runs
+from rl_launch.run_session.directory.run_state import Best, Labels
 from rl_launch.show.report import MetricSummary, headings, higher_is_better, series_of, summaries_of
 from rl_launch.show.selection import Condition, shown
 

@@ -16,8 +16,8 @@ from rl_core.tracing.stacks import FOLDER, SIGNAL, SUFFIX
 from rl_launch.cluster import process_stacks
 from rl_launch.cluster.process_stacks import ProcessStacks, Registered, is_here, registered, stacks_here
 from rl_launch.run_config.inputs import py_spy_program
-from rl_launch.session.directory.lock import holder, host_of_holder
-from rl_launch.session.directory.run_folder import RunFolder
+from rl_launch.run_session.directory.lock import holder, host_of_holder
+from rl_launch.run_session.directory.run_folder import RunFolder
 
 ANSWER_S = 60.0
 """Maximum wait in seconds for another node."""

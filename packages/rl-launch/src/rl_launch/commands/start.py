@@ -14,10 +14,10 @@ from rl_core.errors import ConfigError
 from rl_launch.run_config.plan import RunPlan
 from rl_launch.run_config.reading import read_plan
 from rl_launch.run_config.root_types import type_of
-from rl_launch.session.checkpoints.checkpoints import newest_checkpoint
-from rl_launch.session.directory.branch import BranchPoint
-from rl_launch.session.directory.checkpoint_name import LAST, CheckpointName
-from rl_launch.session.directory.run_folder import CONFIG, RunFolder, is_run
+from rl_launch.run_session.checkpoints.checkpoints import newest_checkpoint
+from rl_launch.run_session.directory.branch import BranchPoint
+from rl_launch.run_session.directory.checkpoint_name import LAST, CheckpointName
+from rl_launch.run_session.directory.run_folder import CONFIG, RunFolder, is_run
 
 _RUN_DIR = "run_dir="
 

@@ -19,9 +19,9 @@ from rl_launch.commands.start import run_of
 from rl_launch.commands.train import finished_metrics
 from rl_launch.run_config.inputs import input_problems
 from rl_launch.run_config.plan import RunPlan
-from rl_launch.session.directory.row_files import JOBS
-from rl_launch.session.directory.run_folder import RunFolder, is_run
-from rl_launch.session.directory.writable import make_folder
+from rl_launch.run_session.directory.row_files import JOBS
+from rl_launch.run_session.directory.run_folder import RunFolder, is_run
+from rl_launch.run_session.directory.writable import make_folder
 from rl_launch.submit.profile import TARGETS, belongs_to_profile, refused, settings_of
 from rl_launch.submit.target import (
     JobRequest,

@@ -21,7 +21,7 @@ from rl_launch.commands.runs import Listing
 from rl_launch.commands.start import GivenRun, recipe_name, run_of
 from rl_launch.commands.train import TrainOutcome, finished_metrics, train
 from rl_launch.run_config.reading import read_raw
-from rl_launch.session.directory.run_folder import RunFolder, is_run
+from rl_launch.run_session.directory.run_folder import RunFolder, is_run
 from rl_launch.show.report import headings
 from rl_launch.worker_envs.engine_checks import kept_check_processes
 

@@ -9,8 +9,8 @@ import signal
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from rl_core.config import as_written, to_yaml
 from rl_core.errors import RLError
 from rl_core.plugins import export_suffixes
 from rl_core.rollouts.group import RolloutGroup
+from rl_core.run import Components
 from rl_launch.commands.preparation import DATA_CHECKS, FOLDER, START_CHECKS, Preparation
 from rl_launch.model_files.local_models import (
     TINY,
@@ -35,17 +36,16 @@ from rl_launch.placement.bundles import PlacementError
 from rl_launch.root_config import DRAFTER, RunConfig, leaf_of, max_age, with_section, with_values
 from rl_launch.run_config.plan import RunPlan
 from rl_launch.run_config.reading import RunRecording, changed_plan, read_plan
-from rl_launch.runtime.restoration import Restoration
-from rl_launch.session import RunSession
-from rl_launch.session.checkpoints.checkpoints import newest_checkpoint
-from rl_launch.session.config import GuardrailConfig
-from rl_launch.session.directory.branch import BranchPoint
-from rl_launch.session.directory.lock import holder
-from rl_launch.session.directory.recording import write_origins
-from rl_launch.session.directory.remedies import finished
-from rl_launch.session.directory.run_folder import RunFolder, is_run
-from rl_launch.session.guardrails import FILE as GUARDRAILS
-from rl_launch.session.guardrails import (
+from rl_launch.run_session import RunSession
+from rl_launch.run_session.checkpoints.checkpoints import newest_checkpoint
+from rl_launch.run_session.config import GuardrailConfig
+from rl_launch.run_session.directory.branch import BranchPoint
+from rl_launch.run_session.directory.lock import holder
+from rl_launch.run_session.directory.recording import write_origins
+from rl_launch.run_session.directory.remedies import finished
+from rl_launch.run_session.directory.run_folder import RunFolder, is_run
+from rl_launch.run_session.guardrails import FILE as GUARDRAILS
+from rl_launch.run_session.guardrails import (
     GuardrailEvent,
     GuardrailRestart,
     Guardrails,
@@ -54,7 +54,8 @@ from rl_launch.session.guardrails import (
     read_events,
     write_changes,
 )
-from rl_launch.session.observer import RunObserver
+from rl_launch.run_session.observer import RunObserver
+from rl_launch.runtime.restoration import Restoration
 from rl_launch.show.advice import advice
 
 _log = logging.getLogger(__name__)
@@ -128,33 +129,80 @@ def train(
         ConfigError, DataError, RunDirectoryError, WorkerEnvironmentError: Before anything is started.
         RLError: If the run fails, with role, rank, node and phase.
     """
-    started, folder = time.monotonic(), Path(run_dir).expanduser()
-    plan = guarded(plan, folder)
-    config, plugin = plan.config, plan.plugin
-    run = Preparation(plan, run_dir, with_local_models, fresh=fresh, branch_point=branch_point)
-    run.take([FOLDER])
-    metrics = finished_metrics(run_dir, plan) if run.branch is None else None
+    started = time.monotonic()
+    run = prepared(plan, run_dir, fresh=fresh, branch_point=branch_point)
+    metrics = finished_metrics(run_dir, run.written) if run.branch is None else None
     if metrics is not None:
         return TrainOutcome(metrics)
     run.take(DATA_CHECKS)
-    restoration = Restoration(saves=config.checkpointing.enabled)
+    with opening(run, title=title, fresh=fresh, since=started, replayed=replayed) as opened:
+        while True:
+            try:
+                with opened.start() as (components, session):
+                    run.plan.algorithm.run(run.plan.config, components, session)
+                return TrainOutcome(session.last_metrics, session.stop_request.signal, session.is_finished)
+            except GuardrailRestart as restart:
+                opened.change(restart.event)
+                run = opened.run
+            except PlacementError as error:
+                raise opened.restoration.failed(error) from None
+            except RLError:
+                if not opened.restoration.goes_on:
+                    raise
+
+
+def prepared(
+    plan: RunPlan, run_dir: str | Path, *, fresh: bool = False, branch_point: BranchPoint | None = None
+) -> Preparation:
+    """Return the preparation of a run whose folder has been checked; see `train` for the arguments.
+
+    Raises:
+        ConfigError, RunDirectoryError: If the run cannot be in this folder.
+    """
+    run = Preparation(
+        guarded(plan, Path(run_dir).expanduser()), run_dir, with_local_models, fresh=fresh, branch_point=branch_point
+    )
+    run.take([FOLDER])
+    return run
+
+
+@contextmanager
+def opening(
+    run: Preparation,
+    *,
+    title: str = "",
+    fresh: bool = False,
+    since: float | None = None,
+    replayed: ReplayedSteps | None = None,
+) -> Iterator[OpenedRun]:
+    """Enter a context in which a run is monitored, and can be started and started again.
+
+    Args:
+        run: The run, whose data has been checked.
+        title: Shown with the progress.
+        fresh: Refuse to resume an earlier run.
+        since: Start of the run's time limit, by `time.monotonic`; now if not given.
+        replayed: Steps that are made again; None to sample.
+    """
+    plan, folder = run.written, Path(run.run_dir).expanduser()
+    restoration = Restoration(saves=plan.config.checkpointing.enabled)
 
     def found(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
         return findings(rows, as_written(plan.root), of_changes=True)
 
     # A step that is made again is not acted on again.
-    guardrails = Guardrails({} if replayed else limited(config, folder), folder, found)
-    exports = export_suffixes(plugin.models(config))
-    if config.policy.draft_head is not None:
+    guardrails = Guardrails({} if replayed else limited(plan.config, folder), folder, found)
+    exports = export_suffixes(plan.plugin.models(plan.config))
+    if plan.config.policy.draft_head is not None:
         exports[DRAFTER] = f"_{DRAFTER}"
-    with RunMonitoring(config.logger, findings=findings, restarts=lambda: restoration.goes_on) as monitoring:
+    with RunMonitoring(plan.config.logger, findings=findings, restarts=lambda: restoration.goes_on) as monitoring:
         if replayed is not None and replayed.observer is not None:
             monitoring.observer.observers.append(replayed.observer)
         sessions = partial(
             RunSession,
-            run_dir,
+            run.run_dir,
             title=title,
-            since=started,
+            since=since,
             exports=exports,
             callbacks=run.callbacks,
             pusher=run.pusher,
@@ -163,81 +211,106 @@ def train(
             guardrails=guardrails,
             last_step=None if replayed is None else replayed.last,
         )
-        start = partial(sessions, fresh=fresh)
-        while True:
-            try:
-                return _run(run, start, restoration, monitoring, replayed)
-            except GuardrailRestart as restart:
-                plan = _changed(plan, restart.event, guardrails, folder)
-                callbacks, pusher = run.callbacks, run.pusher
-                run = Preparation(plan, run_dir, with_local_models)
-                run.take([FOLDER])
-                run.take(DATA_CHECKS)
-                run.callbacks, run.pusher = callbacks, pusher
-            except PlacementError as error:
-                raise restoration.failed(error) from None
-            except RLError:
-                if not restoration.goes_on:
-                    raise
-            run.untried, start = (), sessions
+        yield OpenedRun(run, restoration, monitoring, guardrails, replayed, sessions, fresh=fresh)
 
 
-def _run(
-    run: Preparation,
-    start: Callable[..., RunSession],
-    restoration: Restoration,
-    monitoring: RunMonitoring,
-    replayed: ReplayedSteps | None,
-) -> TrainOutcome:
-    restoration.goes_on = False
-    run.take(START_CHECKS)
-    plan, needs, algorithm = run.plan, run.needs, run.plan.algorithm
-    config = plan.config
-    recording = RunRecording(needs.environments if needs is not None else ())
-    session = start(run.written.config, recording=recording, branch=run.branch)
-    if not restoration.follows_a_loss:
-        _log.info("run directory: %s", session.directory.path)
+class OpenedRun:
+    """A run that can be started, and started again after a loss.
 
-    # imports what checks that fail should not wait for
-    from rl_algos.token_bytes import TokenTexts
-    from rl_launch.cluster.ray_start import UNREACHABLE
-    from rl_launch.cluster.virtual_cluster import VirtualCluster
-    from rl_launch.runtime.driver_watch import CONNECT_MARGIN_S, DriverWatch
-    from rl_launch.runtime.observed_steps import observe_steps
-    from rl_launch.runtime.runtime import Runtime
+    Args:
+        run: The run, whose data has been checked.
+        restoration: Restores it after a loss.
+        monitoring: Watches its workers.
+        guardrails: Rules over its metrics.
+        replayed: Steps that are made again; None to sample.
+        sessions: Makes the session of a start.
+        fresh: Refuse to resume an earlier run at the first start.
+    """
 
-    _log.info("starting Ray and the workers")
-    # the run directory is taken after all checks, so that it stays free for another config after a refusal
-    with session, ExitStack() as held:
-        if run.written.raw is not None:
-            write_origins(session.directory.path, run.written.raw)
-        watch = held.enter_context(DriverWatch(session))
-        with session.phase("starting"):
-            after_a_loss = restoration.follows_a_loss
-            timeout_s = config.cluster.process_timeout_s
-            late = RLError(f"Ray did not answer within {timeout_s:g} s (cluster.process_timeout_s). {UNREACHABLE}")
-            # a Ray that is started here has its own bound, which ends the run in order
-            with watch.bounded(timeout_s + CONNECT_MARGIN_S, late):
-                cluster = held.enter_context(VirtualCluster.of(config.cluster, run.device, after_a_loss=after_a_loss))
-            watch.watch(cluster)
-            logs, reads_load = session.directory.logs, config.logger.reads_workers
-            started = Runtime(plan, run.envs, cluster, logs, profiling=config.profiling, reads_load=reads_load)
-            runtime = held.enter_context(started)
-            held.push(watch.begin_close)
-            held.enter_context(restoration.judging(session, runtime.nodes.lost))
-            components = runtime.components(run.data, needs, vocabulary=len(run.tokenizer))
-            components = replace(components, evaluation=run.evaluated)
-            if replayed is not None and runtime.rollout_pool is not None:
-                runtime.rollout_pool.with_turns = replayed.turns
-                runtime.rollout_pool.as_trained = replayed.as_trained
-            observe_steps(session, config.profiling, runtime.processes, runtime.profiled, held)
-        if runtime.rollout_pool is not None:
-            session.write_rollouts_by(runtime.rollout_pool.write_rollouts)
-            runtime.rollout_pool.is_asked_to_end = lambda: session.stop_request.signal is not None
-            session.read_token_texts_from(TokenTexts(run.tokenizer))
-        with session.with_models(), monitoring.watching(runtime):
-            algorithm.run(config, components, session)
-    return TrainOutcome(session.last_metrics, session.stop_request.signal, session.is_finished)
+    def __init__(
+        self,
+        run: Preparation,
+        restoration: Restoration,
+        monitoring: RunMonitoring,
+        guardrails: Guardrails,
+        replayed: ReplayedSteps | None,
+        sessions: Callable[..., RunSession],
+        *,
+        fresh: bool,
+    ) -> None:
+        self.run, self.restoration = run, restoration
+        self._monitoring, self._guardrails, self._replayed = monitoring, guardrails, replayed
+        self._sessions, self._is_fresh = sessions, fresh
+
+    def change(self, event: GuardrailEvent) -> None:
+        """Change the run as a guardrail asked for; the next start goes on from a checkpoint."""
+        folder, made = Path(self.run.run_dir).expanduser(), self.run
+        run = Preparation(_changed(made.written, event, self._guardrails, folder), made.run_dir, with_local_models)
+        run.take([FOLDER])
+        run.take(DATA_CHECKS)
+        run.callbacks, run.pusher, run.untried = made.callbacks, made.pusher, ()
+        self.run = run
+
+    @contextmanager
+    def start(self) -> Iterator[tuple[Components, RunSession]]:
+        """Make the remaining checks, and enter a context of the started run: the objects of its algorithm, and its
+        session.
+
+        Raises:
+            RLError: If a check fails, or the start of a worker.
+        """
+        run, restoration, replayed = self.run, self.restoration, self._replayed
+        restoration.goes_on = False
+        run.take(START_CHECKS)
+        plan, needs = run.plan, run.needs
+        config = plan.config
+        recording = RunRecording(needs.environments if needs is not None else ())
+        session = self._sessions(run.written.config, recording=recording, branch=run.branch, fresh=self._is_fresh)
+        self._is_fresh, run.untried = False, ()
+        if not restoration.follows_a_loss:
+            _log.info("run directory: %s", session.directory.path)
+
+        # imports what checks that fail should not wait for
+        from rl_algos.token_bytes import TokenTexts
+        from rl_launch.cluster.ray_start import UNREACHABLE
+        from rl_launch.cluster.virtual_cluster import VirtualCluster
+        from rl_launch.runtime.driver_watch import CONNECT_MARGIN_S, DriverWatch
+        from rl_launch.runtime.observed_steps import observe_steps
+        from rl_launch.runtime.runtime import Runtime
+
+        _log.info("starting Ray and the workers")
+        # the run directory is taken after all checks, so that it stays free for another config after a refusal
+        with session, ExitStack() as held:
+            if run.written.raw is not None:
+                write_origins(session.directory.path, run.written.raw)
+            watch = held.enter_context(DriverWatch(session))
+            with session.phase("starting"):
+                after_a_loss = restoration.follows_a_loss
+                timeout_s = config.cluster.process_timeout_s
+                late = RLError(f"Ray did not answer within {timeout_s:g} s (cluster.process_timeout_s). {UNREACHABLE}")
+                # a Ray that is started here has its own bound, which ends the run in order
+                with watch.bounded(timeout_s + CONNECT_MARGIN_S, late):
+                    cluster = held.enter_context(
+                        VirtualCluster.of(config.cluster, run.device, after_a_loss=after_a_loss)
+                    )
+                watch.watch(cluster)
+                logs, reads_load = session.directory.logs, config.logger.reads_workers
+                started = Runtime(plan, run.envs, cluster, logs, profiling=config.profiling, reads_load=reads_load)
+                runtime = held.enter_context(started)
+                held.push(watch.begin_close)
+                held.enter_context(restoration.judging(session, runtime.nodes.lost))
+                components = runtime.components(run.data, needs, vocabulary=len(run.tokenizer))
+                components = replace(components, evaluation=run.evaluated)
+                if replayed is not None and runtime.rollout_pool is not None:
+                    runtime.rollout_pool.with_turns = replayed.turns
+                    runtime.rollout_pool.as_trained = replayed.as_trained
+                observe_steps(session, config.profiling, runtime.processes, runtime.profiled, held)
+            if runtime.rollout_pool is not None:
+                session.write_rollouts_by(runtime.rollout_pool.write_rollouts)
+                runtime.rollout_pool.is_asked_to_end = session.stop_request.is_asked_by_signal
+                session.read_token_texts_from(TokenTexts(run.tokenizer))
+            with session.with_models(), self._monitoring.watching(runtime):
+                yield components, session
 
 
 def guarded(plan: RunPlan, run_dir: Path) -> RunPlan:

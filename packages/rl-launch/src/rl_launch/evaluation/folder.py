@@ -25,11 +25,11 @@ from rl_core.rollouts.group import RECORD, RolloutGroup
 from rl_core.rollouts.rollout import Prompt
 from rl_core.user_code import FromFile
 from rl_launch.root_config import RunConfig
-from rl_launch.session.config import Access
-from rl_launch.session.directory import lock
-from rl_launch.session.directory.lock import DirectoryLock
-from rl_launch.session.directory.row_files import names_without_rows
-from rl_launch.session.directory.writable import check_writable, make_folder, write_atomically
+from rl_launch.run_session.config import Access
+from rl_launch.run_session.directory import lock
+from rl_launch.run_session.directory.lock import DirectoryLock
+from rl_launch.run_session.directory.row_files import names_without_rows
+from rl_launch.run_session.directory.writable import check_writable, make_folder, write_atomically
 
 _WEIGHTS = ("*.safetensors", "*.json")
 

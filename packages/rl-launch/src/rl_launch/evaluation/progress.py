@@ -9,7 +9,7 @@ from collections.abc import Callable
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from rl_launch.session.tracking.progress import duration
+from rl_launch.run_session.tracking.progress import duration
 
 SECONDS_PER_LINE = 10.0
 """Least time between two lines of the log."""

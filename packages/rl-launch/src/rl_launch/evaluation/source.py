@@ -21,9 +21,9 @@ from rl_launch.root_config import RunConfig
 from rl_launch.run_config.plan import RunPlan
 from rl_launch.run_config.reading import read_plan, read_raw
 from rl_launch.run_config.root_types import algorithm_of
-from rl_launch.session.checkpoints.checkpoints import EXPORT, exported_model, saved_checkpoints
-from rl_launch.session.directory.checkpoint_name import CheckpointName
-from rl_launch.session.directory.run_folder import RunFolder
+from rl_launch.run_session.checkpoints.checkpoints import EXPORT, exported_model, saved_checkpoints
+from rl_launch.run_session.directory.checkpoint_name import CheckpointName
+from rl_launch.run_session.directory.run_folder import RunFolder
 
 ALGORITHM = "evaluation"
 """Algorithm of the evaluation of a model without a run."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ _OF_LINEAR = ".weight"
 """Ends the name of a parameter that is the weight of a linear layer."""
 
 _PREFIX, _DOWN, _UP, _WRAPPED = "base_model.model.", ".lora_A", ".lora_B", ".base_layer"
+_MAGNITUDE = ".lora_magnitude_vector"
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,8 @@ class AdapterFolder:
         base: Its base model, as written in its config.
         layers: Names of the linear layers that it adapts.
         parameters: Full or shortened names of the stacked weights of experts that it adapts.
+        patterns: Values of `rank_pattern` and `alpha_pattern`, which have the same form in peft and in `lora_cfg`.
+        use_dora: True if it has the magnitudes of DoRA.
     """
 
     path: Path
@@ -41,6 +45,8 @@ class AdapterFolder:
     use_rslora: bool
     layers: tuple[str, ...]
     parameters: tuple[str, ...] = ()
+    patterns: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    use_dora: bool = False
 
     @classmethod
     def read(cls, path: Path) -> AdapterFolder:
@@ -54,6 +60,10 @@ class AdapterFolder:
             kind = str(said.get("peft_type") or _LORA)
             dim, alpha = (int(said["r"]), float(said["lora_alpha"])) if kind == _LORA else (0, 0.0)
             adapted = [str(name) for name in said.get("target_parameters") or ()]
+            patterns = {
+                "rank_pattern": {key: int(rank) for key, rank in (said.get("rank_pattern") or {}).items()},
+                "alpha_pattern": {key: float(alpha) for key, alpha in (said.get("alpha_pattern") or {}).items()},
+            }
         except FileNotFoundError:
             raise ConfigError(
                 f"{path} has no {ADAPTER_CONFIG}; pass a folder that was saved by peft or by a run"
@@ -66,8 +76,9 @@ class AdapterFolder:
             raise ConfigError(f"{path} is an adapter with peft_type={kind}, which is not supported; {advice}")
         if odd := _unsupported(said):
             raise ConfigError(f"{path} is an adapter with {', '.join(odd)}, which is not supported; merge it with peft")
-        # tensors of embeddings, heads, biases and magnitudes are not factors of a layer
-        factors = (_DOWN + ".weight", _UP + ".weight")
+        # tensors of embeddings, heads and biases are not factors of a layer
+        use_dora = bool(said.get("use_dora"))
+        factors = (_DOWN + ".weight", _UP + ".weight", *((_MAGNITUDE,) if use_dora else ()))
         if others := sorted(name for name in _tensors(path) if not name.endswith(factors)):
             raise ConfigError(
                 f"{path} has tensors that are not factors of linear layers, such as {others[0]}, which are not "
@@ -86,7 +97,7 @@ class AdapterFolder:
         modules = tuple("." + parameter.rpartition(".")[0] for parameter in parameters)
         linear = tuple(layer for layer in layers if not ("." + layer.replace(_WRAPPED, "")).endswith(modules))
         base = str(said.get("base_model_name_or_path") or "")
-        return cls(path, base, dim, alpha, bool(said.get("use_rslora")), linear, parameters)
+        return cls(path, base, dim, alpha, bool(said.get("use_rslora")), linear, parameters, patterns, use_dora)
 
     def settings(self) -> dict[str, Any]:
         """Return a `lora_cfg` that starts from this adapter."""
@@ -98,6 +109,8 @@ class AdapterFolder:
             "dim": self.dim,
             "alpha": self.alpha,
             "use_rslora": self.use_rslora,
+            "use_dora": self.use_dora,
+            **self.patterns,
             "adapter": str(self.path.absolute()),
         }
 
@@ -118,7 +131,18 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 false or null. Starts from a decomposition of the weights, as PiSSA's, change the weights of the base model."""
 _IRRELEVANT = {
     *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
-    *("r", "lora_alpha", "use_rslora", "lora_dropout", "target_modules", "target_parameters", "exclude_modules"),
+    *(
+        "r",
+        "lora_alpha",
+        "use_rslora",
+        "use_dora",
+        "rank_pattern",
+        "alpha_pattern",
+        "lora_dropout",
+        "target_modules",
+        "target_parameters",
+        "exclude_modules",
+    ),
     *("layers_to_transform", "layers_pattern", "megatron_core", "runtime_config", "ensure_weight_tying"),
     *("qalora_group_size", "loftq_config", "eva_config", "fan_in_fan_out"),
 }
@@ -166,8 +190,18 @@ def initial_adapter_problems(key: str, config: LoraConfig) -> Iterator[Problem]:
     except ConfigError as error:
         yield Problem(f"{key}.adapter", str(error))
         return
-    for name in ("dim", "alpha", "use_rslora"):
+    for name in ("rank_pattern", "alpha_pattern"):
+        ours, theirs = getattr(config, name), found.patterns[name]
+        if any(_valued(layer, ours) != _valued(layer, theirs) for layer in found.layers):
+            differs, remedy = f"differs from the adapter in {config.adapter}", f"Set it to {json.dumps(theirs)}"
+            yield Problem(f"{key}.{name}", differs, got=ours, remedy=remedy)
+    for name in ("dim", "alpha", "use_rslora", "use_dora"):
         ours, theirs = getattr(config, name), getattr(found, name)
         if ours != theirs:
             differs, remedy = f"differs from the adapter in {config.adapter}", f"Set it to {theirs}"
             yield Problem(f"{key}.{name}", differs, got=ours, remedy=remedy)
+
+
+def _valued(layer: str, patterns: Mapping[str, float]) -> float | None:
+    """Return the value of the first pattern that matches a layer, by the rule of peft; None if none does."""
+    return next((value for pattern, value in patterns.items() if re.match(rf"(.*\.)?({pattern})$", layer)), None)

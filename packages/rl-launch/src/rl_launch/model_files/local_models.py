@@ -13,10 +13,10 @@ from rl_core import resolve
 from rl_core.config import Problem, RawConfig
 from rl_core.errors import ConfigError, RunDirectoryError
 from rl_core.model_config import ModelConfig
-from rl_launch.session.checkpoints.checkpoints import ADAPTER, EXPORT, exported_model
-from rl_launch.session.directory.checkpoint_name import CheckpointName
-from rl_launch.session.directory.run_folder import RUNS, no_run, runs_in
-from rl_launch.session.directory.writable import check_writable
+from rl_launch.run_session.checkpoints.checkpoints import ADAPTER, EXPORT, exported_model
+from rl_launch.run_session.directory.checkpoint_name import CheckpointName
+from rl_launch.run_session.directory.run_folder import RUNS, no_run, runs_in
+from rl_launch.run_session.directory.writable import check_writable
 from rl_launch.worker_envs.node_build import default_root
 from rl_launch.worker_envs.provision import check_home
 

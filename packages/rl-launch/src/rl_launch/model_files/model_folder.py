@@ -15,7 +15,7 @@ from rl_core.errors import ConfigError
 from rl_core.facts.hf_config import language_fields
 from rl_launch.model_files.local_models import absent_run, run_of_path
 from rl_launch.model_files.weight_files import INDEX, SINGLE, foreign_kind, listed, shapes_in, weight_file_problems
-from rl_launch.session.directory.run_folder import is_run
+from rl_launch.run_session.directory.run_folder import is_run
 
 Needed = tuple[tuple[str, ...], str]
 """Alternative files, at least one must exist, and the remedy if none does."""

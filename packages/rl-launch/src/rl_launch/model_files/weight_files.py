@@ -145,7 +145,7 @@ FOREIGN_KINDS = (
     ForeignKind(
         "a Megatron-LM checkpoint",
         ("latest_checkpointed_iteration.txt", "iter_*", "mp_rank_*/model_optim_rng.pt", "common.pt"),
-        "Convert it with Megatron Bridge, or with tools/checkpoint of the Megatron-LM that wrote it",
+        "Run `rl convert FOLDER NEW_FOLDER policy.model_name=MODEL`, which reads the format torch_dist",
     ),
     ForeignKind(
         "a PyTorch distributed checkpoint (torch.distributed.checkpoint)",
@@ -182,7 +182,7 @@ FOREIGN_KINDS = (
 )
 
 
-PICKLED = FOREIGN_KINDS[-1]
+MEGATRON, PICKLED = FOREIGN_KINDS[1], FOREIGN_KINDS[-1]
 """Folders that `rl convert` turns into safetensors."""
 
 

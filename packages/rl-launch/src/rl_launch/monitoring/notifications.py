@@ -26,8 +26,8 @@ from urllib.parse import urlsplit
 from rl_core.errors import ConfigError
 from rl_core.run import RunEnd
 from rl_launch.monitoring.quantities import PREFIX
-from rl_launch.session.config import Event, NotifyConfig
-from rl_launch.session.observer import ObservedRun, RunObserver
+from rl_launch.run_session.config import Event, NotifyConfig
+from rl_launch.run_session.observer import ObservedRun, RunObserver
 
 ATTEMPTS_AFTER_S = (2.0, 10.0, 30.0)
 """Seconds before each further attempt of a delivery that failed."""

@@ -20,10 +20,10 @@ from rl_core.errors import ConfigError
 from rl_core.install_command import install_command
 from rl_core.run import EndStatus, RunEnd
 from rl_launch.monitoring.quantities import PREFIX, SystemReadings
-from rl_launch.session.checkpoints.checkpoints import saved_checkpoints
-from rl_launch.session.checkpoints.manifest import CheckpointManifest
-from rl_launch.session.config import LoggerConfig
-from rl_launch.session.observer import ObservedRun, RunObserver
+from rl_launch.run_session.checkpoints.checkpoints import saved_checkpoints
+from rl_launch.run_session.checkpoints.manifest import CheckpointManifest
+from rl_launch.run_session.config import LoggerConfig
+from rl_launch.run_session.observer import ObservedRun, RunObserver
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric

@@ -12,8 +12,8 @@ from rl_launch.monitoring.notifications import Findings, Notifications, check_co
 from rl_launch.monitoring.prometheus import PrometheusEndpoint, check_prometheus
 from rl_launch.monitoring.quantities import SystemReadings
 from rl_launch.monitoring.telemetry import Telemetry, check_telemetry
-from rl_launch.session.config import LoggerConfig
-from rl_launch.session.observer import Observers, RunObserver
+from rl_launch.run_session.config import LoggerConfig
+from rl_launch.run_session.observer import Observers, RunObserver
 
 if TYPE_CHECKING:
     from rl_launch.monitoring.poller import Monitored, Poller

@@ -13,8 +13,8 @@ from rl_core.errors import ConfigError
 from rl_core.install_command import install_command
 from rl_core.rollouts.group import RolloutGroup
 from rl_core.run import RunEnd
-from rl_launch.session.config import LoggerConfig
-from rl_launch.session.observer import ObservedRun, RunObserver
+from rl_launch.run_session.config import LoggerConfig
+from rl_launch.run_session.observer import ObservedRun, RunObserver
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor

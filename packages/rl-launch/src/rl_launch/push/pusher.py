@@ -14,11 +14,11 @@ from pathlib import Path
 from rl_core.errors import ConfigError, RLError, RunDirectoryError
 from rl_launch.push.destinations import HubRepository, StoreFolder, destination_of
 from rl_launch.push.staging import stage
-from rl_launch.session.checkpoints.checkpoints import ADAPTER, STAGED, newest_checkpoint
-from rl_launch.session.checkpoints.manifest import CheckpointManifest
-from rl_launch.session.config import CheckpointingConfig
-from rl_launch.session.directory.checkpoint_name import CheckpointName
-from rl_launch.session.directory.run_folder import RunFolder
+from rl_launch.run_session.checkpoints.checkpoints import ADAPTER, STAGED, newest_checkpoint
+from rl_launch.run_session.checkpoints.manifest import CheckpointManifest
+from rl_launch.run_session.config import CheckpointingConfig
+from rl_launch.run_session.directory.checkpoint_name import CheckpointName
+from rl_launch.run_session.directory.run_folder import RunFolder
 
 _log = logging.getLogger(__name__)
 

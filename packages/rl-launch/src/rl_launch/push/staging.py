@@ -12,9 +12,9 @@ from typing import Any
 
 from rl_core.config import tree_to_yaml
 from rl_core.errors import RunDirectoryError
-from rl_launch.session.checkpoints.checkpoints import ADAPTER, EXPORT, exported_model
-from rl_launch.session.checkpoints.manifest import CheckpointManifest
-from rl_launch.session.directory.run_folder import RunFolder, is_run
+from rl_launch.run_session.checkpoints.checkpoints import ADAPTER, EXPORT, exported_model
+from rl_launch.run_session.checkpoints.manifest import CheckpointManifest
+from rl_launch.run_session.directory.run_folder import RunFolder, is_run
 
 _CARD = "README.md"
 _NAMES = ("_name_or_path", "base_model_name_or_path")

@@ -40,8 +40,8 @@ from rl_launch.push.destinations import destination_of
 from rl_launch.root_config import DRAFT_HEAD, DRAFTER, POLICY, ClusterConfig, RunConfig, leaf_of, max_age, section_of
 from rl_launch.run_config.inputs import device_here, profiling_checks
 from rl_launch.run_config.plan import RunPlan, plugin_of
-from rl_launch.session.callbacks import callback_problems
-from rl_launch.session.guardrails import FOUND_METRICS, factor_of
+from rl_launch.run_session.callbacks import callback_problems
+from rl_launch.run_session.guardrails import FOUND_METRICS, factor_of
 
 Check = Callable[[RunPlan], Iterable[Problem]]
 

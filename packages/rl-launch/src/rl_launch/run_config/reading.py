@@ -20,9 +20,9 @@ from rl_launch.root_config import EVAL, POLICY, ClusterConfig, RunConfig
 from rl_launch.run_config.checks import PlanChecks, model_checks
 from rl_launch.run_config.plan import RunPlan, without
 from rl_launch.run_config.root_types import algorithm_of, policy_type, root_type, type_of
-from rl_launch.session.directory.checkpoint_name import CheckpointName
-from rl_launch.session.directory.recording import Recording
-from rl_launch.session.directory.run_folder import CONFIG, DESCRIPTION, RunFolder, is_run
+from rl_launch.run_session.directory.checkpoint_name import CheckpointName
+from rl_launch.run_session.directory.recording import Recording
+from rl_launch.run_session.directory.run_folder import CONFIG, DESCRIPTION, RunFolder, is_run
 
 _log = logging.getLogger(__name__)
 

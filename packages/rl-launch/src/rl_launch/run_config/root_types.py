@@ -23,7 +23,7 @@ from rl_core.plugins import (
 from rl_core.user_code import is_in_file
 from rl_launch.backends import models_in
 from rl_launch.root_config import EVAL, POLICY, ClusterConfig, EnvironmentsConfig, RootConfig
-from rl_launch.session.config import CheckpointingConfig, LoggerConfig, ProfilingConfig
+from rl_launch.run_session.config import CheckpointingConfig, LoggerConfig, ProfilingConfig
 
 
 def type_of(raw: RawConfig, *, of_run: bool = False) -> type[RootConfig]:

@@ -22,7 +22,7 @@ from rl_launch.placement.bundles import DevicesLost
 
 if TYPE_CHECKING:
     from rl_launch.cluster.virtual_cluster import VirtualCluster
-    from rl_launch.session import RunSession
+    from rl_launch.run_session import RunSession
 
 _log = logging.getLogger(__name__)
 

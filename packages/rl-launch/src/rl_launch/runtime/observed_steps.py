@@ -17,11 +17,11 @@ from rl_core.ray.calls import fetch, wait
 from rl_core.tracing.profiling import ProfileOrder, ProfileReport, Tool
 from rl_core.tracing.spans import SpanReport, machine_clock
 from rl_launch.run_config.inputs import py_spy_program
-from rl_launch.session.config import ProfilingConfig
-from rl_launch.session.observer import RunObserver
-from rl_launch.session.session import RunSession
-from rl_launch.session.traces.step_trace import Collected, StepTrace
-from rl_launch.session.traces.trace_folder import FOLDER
+from rl_launch.run_session.config import ProfilingConfig
+from rl_launch.run_session.observer import RunObserver
+from rl_launch.run_session.session import RunSession
+from rl_launch.run_session.traces.step_trace import Collected, StepTrace
+from rl_launch.run_session.traces.trace_folder import FOLDER
 
 _log = logging.getLogger(__name__)
 

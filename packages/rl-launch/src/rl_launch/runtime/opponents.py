@@ -20,10 +20,10 @@ from rl_core.plugins import OpponentNeed
 from rl_core.ray.calls import gather
 from rl_core.rollouts.delivery import Delivery, Taken
 from rl_core.weights import Manifest, TensorSpec, Transport, WeightUpdate
+from rl_launch.run_session.checkpoints.manifest import read_state, write_state
 from rl_launch.runtime.replica import Replica
 from rl_launch.runtime.weight_sync import WeightSync, WrittenWeights
 from rl_launch.runtime.weight_transfer import started
-from rl_launch.session.checkpoints.manifest import read_state, write_state
 
 WEIGHTS = "weights"
 """Folder of a version that engines load."""

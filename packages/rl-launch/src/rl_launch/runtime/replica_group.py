@@ -12,10 +12,10 @@ from rl_core.tracing import spans
 from rl_core.weights import WeightUpdate
 from rl_launch.placement.residency import Tenant, TenantResidency
 from rl_launch.placement.topology import GENERATION
+from rl_launch.run_session.traces.step_trace import RESTARTS
 from rl_launch.runtime.elastic_replicas import ElasticReplicas
 from rl_launch.runtime.opponents import WeightSender
 from rl_launch.runtime.replica import ROLE, Replica
-from rl_launch.session.traces.step_trace import RESTARTS
 
 _log = logging.getLogger(__name__)
 

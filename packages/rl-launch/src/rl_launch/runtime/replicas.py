@@ -34,11 +34,11 @@ from rl_launch.cluster.start_wait import gather_start
 from rl_launch.cluster.virtual_cluster import Bundle, WorkerProcess
 from rl_launch.monitoring.poller import Monitored
 from rl_launch.placement.topology import GENERATION
+from rl_launch.run_session.traces.step_trace import RESTARTS
 from rl_launch.runtime.judges import JUDGE_HOST, JUDGES, host_spec, judging_spec, longest_judged
 from rl_launch.runtime.processes import Processes
 from rl_launch.runtime.replica import Follower, Replica, name_of
 from rl_launch.runtime.role_envs import environment_role
-from rl_launch.session.traces.step_trace import RESTARTS
 
 _log = logging.getLogger(__name__)
 

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 from rl_core.errors import ConfigError, DataError, RLError, WorkerDied
 from rl_core.tracing import spans
 from rl_launch.placement.bundles import DevicesLost, PlacementError
-from rl_launch.session.guardrails import GuardrailRestart
-from rl_launch.session.traces.step_trace import RESTARTS
+from rl_launch.run_session.guardrails import GuardrailRestart
+from rl_launch.run_session.traces.step_trace import RESTARTS
 
 if TYPE_CHECKING:
-    from rl_launch.session.session import RunSession
+    from rl_launch.run_session.session import RunSession
 
 _log = logging.getLogger(__name__)
 

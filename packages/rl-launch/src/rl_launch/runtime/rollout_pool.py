@@ -23,12 +23,12 @@ from rl_core.rollouts.pool import RolloutTask, RolloutTurns, Ticket
 from rl_core.rollouts.speculation import SpeculationCounts
 from rl_core.weights import WeightUpdate
 from rl_launch.placement.residency import TenantResidency
+from rl_launch.run_session.stop import StepAbandoned
 from rl_launch.runtime.elastic_replicas import ElasticReplicas
 from rl_launch.runtime.opponents import WeightSender
 from rl_launch.runtime.replica import FinishedCall, ProgressWatch, Replica, SpeculationWatch
 from rl_launch.runtime.replica_group import ReplicaGroup
 from rl_launch.runtime.replicas import EnvironmentWatch
-from rl_launch.session.stop import StepAbandoned
 
 _log = logging.getLogger(__name__)
 

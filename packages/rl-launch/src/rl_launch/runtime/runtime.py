@@ -27,6 +27,7 @@ from rl_launch.placement.residency import TenantResidency
 from rl_launch.placement.topology import GENERATION, Topology
 from rl_launch.root_config import DRAFT_HEAD, DRAFTER, POLICY
 from rl_launch.run_config.plan import RunPlan
+from rl_launch.run_session.config import ProfilingConfig
 from rl_launch.runtime.elastic_replicas import ElasticReplicas
 from rl_launch.runtime.models import Models
 from rl_launch.runtime.observed_steps import Profiled, folder_of
@@ -37,7 +38,6 @@ from rl_launch.runtime.replicas import EnvironmentWatch, Replicas
 from rl_launch.runtime.rollout_pool import ReplicaPool
 from rl_launch.runtime.weight_sync import Canary, WeightSync
 from rl_launch.runtime.weight_transfer import SYNC_TIMEOUT_S, WeightTransfer
-from rl_launch.session.config import ProfilingConfig
 from rl_launch.worker_envs.provision import DriverEnvs
 
 _log = logging.getLogger(__name__)

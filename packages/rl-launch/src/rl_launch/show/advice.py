@@ -12,8 +12,8 @@ from rl_algos.evaluation.summary import listed
 from rl_algos.rollouts.mismatch import CAUSES, CLOSED, MIN_CLOSED, MISMATCH_KL
 from rl_core.config.keys import value_at
 from rl_core.errors import RLError
-from rl_launch.session.guardrails import read_events
-from rl_launch.session.tracking.progress import imbalance, steady
+from rl_launch.run_session.guardrails import read_events
+from rl_launch.run_session.tracking.progress import imbalance, steady
 
 MIN_STEPS = 8
 """Steps before trends are judged, and before the phases are, as the first steps compile and warm up."""

@@ -16,8 +16,8 @@ from rich.text import Text
 
 from rl_core.config import show
 from rl_core.config.tree import KeyPath, format_path
-from rl_launch.session.directory.run_folder import RunFolder
-from rl_launch.session.directory.run_state import SECTION as LABELS
+from rl_launch.run_session.directory.run_folder import RunFolder
+from rl_launch.run_session.directory.run_state import SECTION as LABELS
 from rl_launch.show.report import MetricSummary, Series, headings, higher_is_better, series_of, summaries_of
 from rl_launch.show.terminal import GAP, MAX_PLOTS, PLOTTED, WIDEST, Curve, overlay, reward_parts, side_by_side
 

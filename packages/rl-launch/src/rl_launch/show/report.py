@@ -12,11 +12,11 @@ from typing import Any, Literal
 from rl_algos.evaluation.summary import reason_counts
 from rl_core.errors import RunDirectoryError
 from rl_core.rollouts.record import segments_of
-from rl_launch.session.checkpoints.checkpoints import ADAPTER, EXPORT
-from rl_launch.session.directory.row_files import text_of_content
-from rl_launch.session.directory.run_folder import Description, RunFolder, timings_of
-from rl_launch.session.directory.run_state import RunState
-from rl_launch.session.rollouts.rollout_store import Kind
+from rl_launch.run_session.checkpoints.checkpoints import ADAPTER, EXPORT
+from rl_launch.run_session.directory.row_files import text_of_content
+from rl_launch.run_session.directory.run_folder import Description, RunFolder, timings_of
+from rl_launch.run_session.directory.run_state import RunState
+from rl_launch.run_session.rollouts.rollout_store import Kind
 from rl_launch.show.advice import Advice, acted, advice
 from rl_launch.show.selection import Selection, response_of, reward_of
 

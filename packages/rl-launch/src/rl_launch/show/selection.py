@@ -14,7 +14,7 @@ from rl_core.config.keys import value_at
 from rl_core.config.tree import COMMAND_LINE, natural, read_value
 from rl_core.errors import ConfigError
 from rl_core.rollouts.record import turns_of
-from rl_launch.session.rollouts.rollout_store import Kind
+from rl_launch.run_session.rollouts.rollout_store import Kind
 
 _CONDITION = re.compile(r"([^=!<>]*[^=!<>\s])\s*(!=|<=|>=|=|<|>)\s*(.*)", re.DOTALL)
 _ORDERS: dict[str, Callable[[Any, Any], bool]] = {

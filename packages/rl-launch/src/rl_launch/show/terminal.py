@@ -11,7 +11,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from rl_launch.session.tracking.progress import duration
+from rl_launch.run_session.tracking.progress import duration
 from rl_launch.show.report import MetricSummary, Rollouts, RolloutSample, RunReport, SampleSegment
 
 # the bit of each dot of a braille character, by row and column

@@ -13,7 +13,7 @@ from rl_core.config import Config
 from rl_core.devices import Device
 from rl_core.errors import RunDirectoryError
 from rl_launch.root_config import RunConfig
-from rl_launch.session.directory.row_files import JOBS
+from rl_launch.run_session.directory.row_files import JOBS
 
 _FILE = "submissions.jsonl"
 

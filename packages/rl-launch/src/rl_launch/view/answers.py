@@ -14,9 +14,9 @@ from rl_core.config import load
 from rl_core.config.tree import format_path, leaves
 from rl_core.errors import ConfigError, RunDirectoryError
 from rl_launch.evaluation.result import EvaluationResult, compare_results
-from rl_launch.session.directory.recording import read_origins
-from rl_launch.session.directory.remedies import command_to_go_on
-from rl_launch.session.directory.run_folder import CONFIG, RunFolder, timings_of
+from rl_launch.run_session.directory.recording import read_origins
+from rl_launch.run_session.directory.remedies import command_to_go_on
+from rl_launch.run_session.directory.run_folder import CONFIG, RunFolder, timings_of
 from rl_launch.show.advice import acted, advice
 from rl_launch.show.comparison import differing_keys, effective_values
 from rl_launch.show.report import failures_of, higher_is_better

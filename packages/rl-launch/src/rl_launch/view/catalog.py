@@ -12,7 +12,7 @@ from typing import Literal
 
 from rl_core.errors import RunDirectoryError
 from rl_launch.evaluation.folder import RESULT, is_evaluation
-from rl_launch.session.directory.run_folder import RunFolder, find_runs, is_run
+from rl_launch.run_session.directory.run_folder import RunFolder, find_runs, is_run
 from rl_launch.view.index import RolloutIndex, RunRollouts, SingleFile
 from rl_launch.view.metrics import FollowedMetrics
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from rl_core.rollouts.record import turns_of
-from rl_launch.session.rollouts import rollout_store
+from rl_launch.run_session.rollouts import rollout_store
 from rl_launch.show.selection import reward_of
 
 _VERSION = 2

@@ -10,7 +10,7 @@ from math import isfinite, isnan, nan
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from rl_launch.session.rollouts.run_files import metrics_row
+from rl_launch.run_session.rollouts.run_files import metrics_row
 from rl_launch.show.report import MetricSummary, summaries_of
 
 Axis = Literal["step", "time", "tokens"]

@@ -9,7 +9,7 @@ from typing import Any
 from rl_core.config.tree import mapped
 from rl_core.errors import RunDirectoryError
 from rl_core.rollouts.record import segments_of, turns_of
-from rl_launch.session.directory.row_files import text_of_content
+from rl_launch.run_session.directory.row_files import text_of_content
 from rl_launch.show.selection import Condition, RecordValues, response_of
 from rl_launch.view.catalog import CatalogEntry, PageCatalog
 from rl_launch.view.index import EQUALS, RANGES, RolloutLine, RolloutQuery

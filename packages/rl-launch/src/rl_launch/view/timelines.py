@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rl_core.errors import RunDirectoryError
-from rl_launch.session.traces.trace_folder import (
+from rl_launch.run_session.traces.trace_folder import (
     FOLDER,
     STEPS,
     RangeShares,

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from typing import IO, Any
 
 from rl_core.errors import RunDirectoryError
-from rl_launch.session.rollouts import rollout_store
-from rl_launch.session.rollouts.token_table import RecordedRollout, read_tokens, recorded_rollouts
+from rl_launch.run_session.rollouts import rollout_store
+from rl_launch.run_session.rollouts.token_table import RecordedRollout, read_tokens, recorded_rollouts
 from rl_launch.view.catalog import CatalogEntry, PageCatalog
 from rl_launch.view.index import RolloutLine
 from rl_launch.view.parameters import Parameters

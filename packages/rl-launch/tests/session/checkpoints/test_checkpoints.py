@@ -7,9 +7,9 @@ import pytest
 
 from rl_core.errors import CheckpointDamaged, RunDirectoryError
 from rl_core.model import SavedFile
-from rl_launch.session.checkpoints import manifest
-from rl_launch.session.checkpoints.checkpoints import Checkpoints, checkpoint_at, newest_checkpoint
-from rl_launch.session.config import CheckpointingConfig
+from rl_launch.run_session.checkpoints import manifest
+from rl_launch.run_session.checkpoints.checkpoints import Checkpoints, checkpoint_at, newest_checkpoint
+from rl_launch.run_session.config import CheckpointingConfig
 
 
 def save_all(folder, values, **config):

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
-from rl_launch.session.checkpoints.manifest import read_state, write_state
+from rl_launch.run_session.checkpoints.manifest import read_state, write_state
 
 names = st.text(min_size=1, max_size=5)
 leaves = (

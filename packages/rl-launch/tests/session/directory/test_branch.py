@@ -12,10 +12,10 @@ from rich.console import Console
 
 from rl_core.config import WhenChanged
 from rl_core.errors import ConfigError, RunDirectoryError
-from rl_launch.session import RunSession, newest_checkpoint
-from rl_launch.session.directory.branch import Branch, BranchPoint
-from rl_launch.session.directory.recording import WholeConfig
-from rl_launch.session.directory.run_folder import RunFolder
+from rl_launch.run_session import RunSession, newest_checkpoint
+from rl_launch.run_session.directory.branch import Branch, BranchPoint
+from rl_launch.run_session.directory.recording import WholeConfig
+from rl_launch.run_session.directory.run_folder import RunFolder
 
 
 class LoopConfig(counting.LoopConfig):

@@ -13,10 +13,10 @@ from rl_launch.doctor.family import check_model
 from rl_launch.evaluation.source import evaluation_of
 from rl_launch.model_files.local_models import adapter_of_run, model_of_run
 from rl_launch.run_config.reading import read_raw
-from rl_launch.session.checkpoints.manifest import CheckpointManifest
-from rl_launch.session.directory.branch import BranchPoint
-from rl_launch.session.directory.checkpoint_name import CheckpointName
-from rl_launch.session.directory.run_folder import RunFolder
+from rl_launch.run_session.checkpoints.manifest import CheckpointManifest
+from rl_launch.run_session.directory.branch import BranchPoint
+from rl_launch.run_session.directory.checkpoint_name import CheckpointName
+from rl_launch.run_session.directory.run_folder import RunFolder
 
 LOSSES = {2: 0.5, 4: 0.3, 6: 0.4}
 FORMS = {

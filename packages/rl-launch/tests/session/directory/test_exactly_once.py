@@ -23,11 +23,11 @@ from rl_core.rollouts.group import RolloutGroup
 from rl_core.rollouts.rollout import Prompt, Rollout, Turn, WeightSpan
 from rl_core.testing.fakes import FakeModel, FakeWeights
 from rl_launch.cli import app
-from rl_launch.session import LoggerConfig, RunSession
-from rl_launch.session.checkpoints.manifest import read_state, write_state
-from rl_launch.session.directory.exactly_once import described, prove
-from rl_launch.session.directory.run_folder import RunFolder
-from rl_launch.session.rollouts import rollout_store
+from rl_launch.run_session import LoggerConfig, RunSession
+from rl_launch.run_session.checkpoints.manifest import read_state, write_state
+from rl_launch.run_session.directory.exactly_once import described, prove
+from rl_launch.run_session.directory.run_folder import RunFolder
+from rl_launch.run_session.rollouts import rollout_store
 
 PROMPTS = [Prompt(f"p{i}", (), np.array([1], np.int32), "math") for i in range(30)]
 SAMPLING = SamplingParams(max_new_tokens=2)

@@ -13,8 +13,8 @@ import psutil
 import pytest
 
 from rl_core.errors import RunDirectoryError
-from rl_launch.session.directory import lock
-from rl_launch.session.directory.lock import DirectoryLock, holder
+from rl_launch.run_session.directory import lock
+from rl_launch.run_session.directory.lock import DirectoryLock, holder
 
 HOST = socket.gethostname()
 NOW = "2999-01-01T00:00:00+00:00"
@@ -182,7 +182,7 @@ STARTERS = """
 import errno, fcntl, multiprocessing, os, sys
 from pathlib import Path
 from rl_core.errors import RunDirectoryError
-from rl_launch.session.directory.lock import DirectoryLock
+from rl_launch.run_session.directory.lock import DirectoryLock
 
 def refused(file, operation):
     raise OSError(errno.ENOLCK, "")

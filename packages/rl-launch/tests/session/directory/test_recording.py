@@ -1,7 +1,7 @@
 """The origins of a run's config, kept in its folder."""
 
 from rl_core.config import load
-from rl_launch.session.directory.recording import read_origins, write_origins
+from rl_launch.run_session.directory.recording import read_origins, write_origins
 
 
 def test_origins_are_files_and_lines_or_defaults(tmp_path):

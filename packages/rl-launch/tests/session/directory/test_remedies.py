@@ -5,8 +5,8 @@ from typing import Annotated, Any
 import pytest
 
 from rl_core.config import Config, WhenChanged, as_written, changed_keys, load, resolve
-from rl_launch.session.directory.remedies import command_to_go_on, finished, refusal, train_command
-from rl_launch.session.directory.run_state import RunState
+from rl_launch.run_session.directory.remedies import command_to_go_on, finished, refusal, train_command
+from rl_launch.run_session.directory.run_state import RunState
 
 CHECKPOINT = Path("runs/a/checkpoints/step_20")
 

@@ -7,8 +7,8 @@ import pytest
 from rl_core.config import Config
 from rl_core.errors import RunDirectoryError
 from rl_launch.evaluation.folder import EvaluationFolder
-from rl_launch.session.directory.row_files import RowFile, kept
-from rl_launch.session.directory.run_directory import RunDirectory
+from rl_launch.run_session.directory.row_files import RowFile, kept
+from rl_launch.run_session.directory.run_directory import RunDirectory
 
 FILE = RowFile("train-0123456789abcdef.jsonl", io.BytesIO(b'{"prompt": "?"}\n'))
 

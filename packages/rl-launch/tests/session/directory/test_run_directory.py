@@ -8,7 +8,7 @@ import pytest
 
 from rl_core.config import load, resolve
 from rl_core.errors import RunDirectoryError
-from rl_launch.session import RunDirectory
+from rl_launch.run_session import RunDirectory
 
 
 def opened(path, config=None, *, fresh=False):
@@ -174,7 +174,7 @@ def test_a_start_that_was_cut_short_counts_as_empty(tmp_path):
 
 def test_a_busy_folder_is_refused_naming_the_process_and_free_when_that_dies(tmp_path):
     script = (
-        "import sys, time, counting_run; from rl_launch.session import RunDirectory; "
+        "import sys, time, counting_run; from rl_launch.run_session import RunDirectory; "
         f"d = RunDirectory({str(tmp_path)!r}); d.open(counting_run.config()); print('held', flush=True); time.sleep(60)"
     )
     holder = subprocess.Popen(

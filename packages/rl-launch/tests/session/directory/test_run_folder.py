@@ -9,10 +9,10 @@ import counting_run as counting
 import pytest
 
 from rl_core.errors import RunDirectoryError
-from rl_launch.session import RunSession
-from rl_launch.session.directory.run_folder import RunFolder, find_runs
-from rl_launch.session.directory.run_state import Best, BestSoFar, RunState
-from rl_launch.session.rollouts.run_files import MetricsFile
+from rl_launch.run_session import RunSession
+from rl_launch.run_session.directory.run_folder import RunFolder, find_runs
+from rl_launch.run_session.directory.run_state import Best, BestSoFar, RunState
+from rl_launch.run_session.rollouts.run_files import MetricsFile
 
 
 def state(path):

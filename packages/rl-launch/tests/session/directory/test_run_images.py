@@ -4,7 +4,7 @@ import os
 
 from rl_core.images import STORE_VARIABLE, ImageStore
 from rl_core.model_config import VisionConfig
-from rl_launch.session.directory.row_files import name_images, names_of_run, text_of_content
+from rl_launch.run_session.directory.row_files import name_images, names_of_run, text_of_content
 from rl_launch.worker_envs.variables import forwarded_variables
 
 

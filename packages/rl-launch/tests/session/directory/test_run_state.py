@@ -3,9 +3,9 @@
 import counting_run as counting
 import pytest
 
-from rl_launch.session import LoggerConfig, RunDirectory
-from rl_launch.session.directory.run_folder import DESCRIPTION, RunFolder
-from rl_launch.session.directory.run_state import FILE_NAME, Labels, RunState, write_labels
+from rl_launch.run_session import LoggerConfig, RunDirectory
+from rl_launch.run_session.directory.run_folder import DESCRIPTION, RunFolder
+from rl_launch.run_session.directory.run_state import FILE_NAME, Labels, RunState, write_labels
 
 
 def settings(**labels):

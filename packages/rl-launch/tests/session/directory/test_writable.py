@@ -7,9 +7,9 @@ import counting_run as counting
 import pytest
 
 from rl_core.errors import RunDirectoryError
-from rl_launch.session import LoggerConfig
-from rl_launch.session.directory import writable
-from rl_launch.session.directory.writable import careful_umask, check_writable
+from rl_launch.run_session import LoggerConfig
+from rl_launch.run_session.directory import writable
+from rl_launch.run_session.directory.writable import careful_umask, check_writable
 
 
 def test_a_folder_that_can_be_made_is_left_unmade(tmp_path):

@@ -5,9 +5,9 @@ import json
 
 import pytest
 
-from rl_launch.session.rollouts import rollout_store
-from rl_launch.session.rollouts.rollout_store import archive_before, cut_back, open_step, steps_in
-from rl_launch.session.rollouts.run_files import RolloutFiles
+from rl_launch.run_session.rollouts import rollout_store
+from rl_launch.run_session.rollouts.rollout_store import archive_before, cut_back, open_step, steps_in
+from rl_launch.run_session.rollouts.run_files import RolloutFiles
 
 
 class KilledError(BaseException):

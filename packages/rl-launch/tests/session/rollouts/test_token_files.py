@@ -11,10 +11,10 @@ from made_tokens import Texts, aside_group, prompt, rollout, trained_batch, trai
 from rl_core.data.batch import RemoteRows
 from rl_core.errors import WorkerDied
 from rl_core.rollouts.group import RolloutGroup
-from rl_launch.session import LoggerConfig, RunSession
-from rl_launch.session.rollouts import rollout_store, run_files
-from rl_launch.session.rollouts.run_files import MAX_STEPS, TokenFiles, recorded_rows
-from rl_launch.session.rollouts.token_table import RecordedRollout, TokenRows, read_tokens, recorded_rollouts
+from rl_launch.run_session import LoggerConfig, RunSession
+from rl_launch.run_session.rollouts import rollout_store, run_files
+from rl_launch.run_session.rollouts.run_files import MAX_STEPS, TokenFiles, recorded_rows
+from rl_launch.run_session.rollouts.token_table import RecordedRollout, TokenRows, read_tokens, recorded_rollouts
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_advantages_by_token_the_entropy_and_a_mask_that_was_emptied_are_those_o
 
 
 def test_a_rollout_is_found_in_a_file_of_many(tmp_path, files, monkeypatch):
-    monkeypatch.setattr("rl_launch.session.rollouts.token_table.CHUNK_TOKENS", 4)
+    monkeypatch.setattr("rl_launch.run_session.rollouts.token_table.CHUNK_TOKENS", 4)
     groups = [trained_group() for _ in range(5)]
     files.append(3, groups, trained_batch(*groups))
     files.flush()

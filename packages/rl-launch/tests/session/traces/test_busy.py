@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_launch.session.traces.trace_folder import RangeShares, length, overlap, shares_of, union
+from rl_launch.run_session.traces.trace_folder import RangeShares, length, overlap, shares_of, union
 
 intervals = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 20)).map(lambda pair: (pair[0], sum(pair))))
 

@@ -6,8 +6,8 @@ import pytest
 
 from rl_core.tracing import spans
 from rl_core.tracing.spans import Span, SpanReport
-from rl_launch.session.traces.step_trace import Collected, StepTrace
-from rl_launch.session.traces.trace_folder import trace_files
+from rl_launch.run_session.traces.step_trace import Collected, StepTrace
+from rl_launch.run_session.traces.trace_folder import trace_files
 
 
 @pytest.fixture(autouse=True)

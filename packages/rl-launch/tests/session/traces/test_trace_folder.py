@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from rl_launch.session.traces import trace_folder
-from rl_launch.session.traces.trace_folder import (
+from rl_launch.run_session.traces import trace_folder
+from rl_launch.run_session.traces.trace_folder import (
     STEPS_PER_FILE,
     Piece,
     TraceWriter,

@@ -7,8 +7,8 @@ import warnings
 import pytest
 from rich.console import Console
 
-from rl_launch.session.tracking import log_output
-from rl_launch.session.tracking.log_output import logged_to, show_logs
+from rl_launch.run_session.tracking import log_output
+from rl_launch.run_session.tracking.log_output import logged_to, show_logs
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_libraries_do_not_ask_for_widgets(shown):
 
 
 def test_the_drivers_log_starts_over_at_its_limit(tmp_path, monkeypatch):
-    monkeypatch.setattr("rl_launch.session.tracking.log_output.MAX_LOG_BYTES", 500)
+    monkeypatch.setattr("rl_launch.run_session.tracking.log_output.MAX_LOG_BYTES", 500)
     with logged_to(tmp_path / "driver.log"):
         for number in range(40):
             logging.getLogger("rl_launch.test").warning("message %d", number)

@@ -11,11 +11,11 @@ from tensorboardX.proto.event_pb2 import Event
 
 from rl_core.config import as_written, load, resolve
 from rl_core.errors import ConfigError
-from rl_launch.session import LoggerConfig, RunSession
-from rl_launch.session.directory.run_state import Labels
-from rl_launch.session.tracking import writers
-from rl_launch.session.tracking.trackers import mlflow_name
-from rl_launch.session.tracking.writers import MetricWriters, TensorBoardWriter
+from rl_launch.run_session import LoggerConfig, RunSession
+from rl_launch.run_session.directory.run_state import Labels
+from rl_launch.run_session.tracking import writers
+from rl_launch.run_session.tracking.trackers import mlflow_name
+from rl_launch.run_session.tracking.writers import MetricWriters, TensorBoardWriter
 
 
 def scalars(folder):

@@ -4,7 +4,7 @@ import logging
 
 from rich.console import Console
 
-from rl_launch.session.tracking.progress import RunProgress, duration, sparkline
+from rl_launch.run_session.tracking.progress import RunProgress, duration, sparkline
 
 
 def test_a_pipe_gets_plain_lines_and_no_control_codes(caplog):

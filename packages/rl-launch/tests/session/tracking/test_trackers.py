@@ -11,11 +11,11 @@ import counting_run as counting
 import pytest
 
 from rl_core.errors import ConfigError
-from rl_launch.session import LoggerConfig, RunSession
-from rl_launch.session.directory.run_folder import DESCRIPTION
-from rl_launch.session.directory.run_state import Labels, write_labels
-from rl_launch.session.tracking import writers
-from rl_launch.session.tracking.trackers import WandbWriter, check_mlflow_store
+from rl_launch.run_session import LoggerConfig, RunSession
+from rl_launch.run_session.directory.run_folder import DESCRIPTION
+from rl_launch.run_session.directory.run_state import Labels, write_labels
+from rl_launch.run_session.tracking import writers
+from rl_launch.run_session.tracking.trackers import WandbWriter, check_mlflow_store
 
 
 @pytest.fixture

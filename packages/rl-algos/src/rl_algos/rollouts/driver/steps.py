@@ -120,8 +120,7 @@ class RolloutSteps:
             if self.mixture is not None:
                 self.mixture.stream.begin(number)
             with run.phase("generation"):
-                num_later = (config.max_num_steps - number) * config.num_prompts_per_step
-                groups, aside = collect_groups(self.rollouts, config, num_later=num_later)
+                groups, aside = self.collect(config.max_num_steps - number)
                 greedy: Sequence[RolloutGroup] = ()
                 if self.greedy is not None:
                     greedy = self.rollouts.evaluate([group.prompt for group in groups], self.greedy).groups
@@ -140,6 +139,15 @@ class RolloutSteps:
             if run.due(config.val_period, number, at_end=config.val_at_end):
                 self.validation(self.rollouts, run, step=number)
             self._evaluate_tasks(number)
+
+    def collect(self, num_later: int) -> tuple[list[RolloutGroup], list[RolloutGroup]]:
+        """Return the groups of the next step, and those that were set aside; see `collect_groups`.
+
+        Args:
+            num_later: Number of steps that follow.
+        """
+        num_groups = num_later * self.config.num_prompts_per_step
+        return collect_groups(self.rollouts, self.config, num_later=num_groups)
 
     def sync(self, number: int, batch: Batch | None = None) -> None:
         """Bring the generators to the weights that the step has trained.

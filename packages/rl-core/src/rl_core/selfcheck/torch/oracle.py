@@ -279,6 +279,7 @@ class AdaptedLinear(nn.Module):
     def __init__(self, base: nn.Module, name: str, config: LoraConfig) -> None:
         super().__init__()
         self.base = base
+        self.magnitude: nn.Parameter | None = None
         size = size_of(name, config)
         self.scale = size.scale
         weight: Any = base.weight
@@ -287,17 +288,39 @@ class AdaptedLinear(nn.Module):
         down = initial_down(f"{name}.weight", (size.dim, inputs), ModelSpec().seed)
         self.down = nn.Parameter(down.to(weight.dtype))
         self.up = nn.Parameter(weight.new_zeros(outputs, size.dim))
+        if config.init == "pissa":
+            left, values, right = torch.linalg.svd(weight)
+            roots = torch.diag(values[: size.dim] / self.scale) ** 0.5
+            self.down = nn.Parameter(roots @ right[: size.dim])
+            self.up = nn.Parameter(left[:, : size.dim] @ roots)
+            with torch.no_grad():
+                weight -= self.scale * self.up @ self.down
+        if config.use_dora:
+            self.magnitude = nn.Parameter(self._summed().detach().norm(dim=1))
 
     def forward(self, hidden: Tensor) -> Tensor:
         """As the linear layer's."""
-        out: Tensor = self.base(hidden) + self.scale * (hidden @ self.down.T @ self.up.T)
-        return out
+        if self.magnitude is None:
+            out: Tensor = self.base(hidden) + self.scale * (hidden @ self.down.T @ self.up.T)
+            return out
+        bias = cast("Tensor | None", self.base.bias)
+        return nn.functional.linear(hidden, self._directed(), bias)
 
+    @torch.no_grad()
     def merge(self) -> None:
-        """Add the adapter to its weight."""
-        added = self.scale * self.up @ self.down
+        """Put the weight with the adapter in the place of its weight."""
+        merged = self._summed() if self.magnitude is None else self._directed()
+        cast("Tensor", self.base.weight).copy_(merged.T if self.is_transposed else merged)
+
+    def _summed(self) -> Tensor:
         weight: Any = self.base.weight
-        weight += added.T if self.is_transposed else added
+        summed: Tensor = (weight.T if self.is_transposed else weight) + self.scale * self.up @ self.down
+        return summed
+
+    def _directed(self) -> Tensor:
+        assert self.magnitude is not None
+        summed = self._summed()
+        return (self.magnitude / summed.detach().norm(dim=1))[:, None] * summed
 
 
 def adapt(model: Any, config: LoraConfig) -> None:
@@ -369,8 +392,10 @@ def merge_files(model: nn.Module, folder: Path) -> None:
     for layer in named:
         weight: Any = model.get_submodule(layer).weight
         down, up = (factors.pop(f"{layer}.lora_{which}.weight").to(weight.dtype) for which in "AB")
-        added = _scale_in(config, layer, len(down)) * up @ down
-        weight += added.T if isinstance(model.get_submodule(layer), Conv1D) else added
+        plain = weight.T if isinstance(model.get_submodule(layer), Conv1D) else weight
+        plain += _scale_in(config, layer, len(down)) * up @ down
+        if config["use_dora"]:
+            plain *= (factors.pop(f"{layer}.lora_magnitude_vector").to(weight.dtype) / plain.norm(dim=1))[:, None]
     for name in config["modules_to_save"] or ():
         cast("Tensor", model.get_submodule(name).weight).copy_(factors.pop(f"{name}.weight"))
     if factors:

@@ -113,6 +113,11 @@ class _WorkerPart:
         self._residency.require("parameters")
         return send_weights(self._sending, self._weights, manifest, transport, self._precision, self._mesh)
 
+    def _training_steps(self) -> TrainingSteps:
+        if self._steps is None:
+            raise ValueError("this model does not train; build it with ModelSpec(trains=True)")
+        return self._steps
+
     def close(self) -> None:
         """Wait for the unfinished save, and end the connection to receivers."""
         self._checkpoint.close()
@@ -169,7 +174,9 @@ class TrainingWorker(_WorkerPart):
             on_rank0(control, self._check_scores)
         self._model, self._weights, self._optimizer = parts.model, parts.weights, parts.optimizer
         self._residency, self._plan_step = parts.residency, parts.plan_step
-        self._adapters = AdapterExport(parts.weights, config=config, role=spec.role, folder=self._folder, mesh=mesh)
+        self._adapters = AdapterExport(
+            parts.weights, config=config, role=spec.role, folder=self._folder, mesh=mesh, initial=parts.initial
+        )
         if spec.trains and config.lora_cfg.enabled:
             self._adapters.check()
         self._reference = Reference(self._model.trained_parts) if spec.keeps_reference else None
@@ -339,11 +346,6 @@ class TrainingWorker(_WorkerPart):
         with nullcontext() if plan is None else planned_step(plan, self._mesh.kind, self._mesh.control):
             yield steps
 
-    def _training_steps(self) -> TrainingSteps:
-        if self._steps is None:
-            raise ValueError("this model does not train; build it with ModelSpec(trains=True)")
-        return self._steps
-
     def _check_scores(self) -> None:
         """Raise a `ValueError` if the files of a model that only scores have no head, whose scores would be random."""
         if SCORE not in WeightFiles.of(self._folder).names:
@@ -426,7 +428,7 @@ class DraftHead(_WorkerPart):
         if unknown:
             raise ValueError(f"a draft head cannot read {', '.join(unknown)}; it has {DRAFT_LOSSES}")
         self._residency.require("parameters", "optimizer")
-        return self._steps.step(batch, loss)
+        return self._training_steps().step(batch, loss)
 
     def export(self, path: str) -> tuple[SavedFile, ...]:
         """Write the head's config and weights in the format of the files that it was loaded from."""

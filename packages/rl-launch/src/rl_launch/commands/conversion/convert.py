@@ -33,7 +33,14 @@ from rl_launch.commands.conversion.source import (
     model_source,
     recast_source,
 )
-from rl_launch.commands.conversion.weight_files import Quantization, is_pickled, write_quantized, write_safetensors
+from rl_launch.commands.conversion.weight_files import (
+    Quantization,
+    is_megatron,
+    is_pickled,
+    write_from_megatron,
+    write_quantized,
+    write_safetensors,
+)
 from rl_launch.commands.train import with_local_models
 from rl_launch.model_files.adapter_folder import AdapterFolder
 from rl_launch.model_files.local_models import model_of_run
@@ -41,8 +48,8 @@ from rl_launch.model_files.model_folder import hf_config_fields
 from rl_launch.root_config import POLICY
 from rl_launch.run_config.checks import check_placement
 from rl_launch.run_config.plan import RunPlan
-from rl_launch.session.checkpoints.manifest import CheckpointManifest, sync_path
-from rl_launch.session.directory.checkpoint_name import CheckpointName
+from rl_launch.run_session.checkpoints.manifest import CheckpointManifest, sync_path
+from rl_launch.run_session.directory.checkpoint_name import CheckpointName
 
 if TYPE_CHECKING:
     from rl_core.ray.model import RemoteModel
@@ -129,8 +136,8 @@ def to_hugging_face(
 
     Args:
         source: A checkpoint (`checkpoints/step_<n>` of a run, or one that `to_checkpoint` wrote), a run directory for
-            its newest one, the folder of an adapter, or a folder with pickled weights (`pytorch_model.bin`), which are
-            written as they are.
+            its newest one, the folder of an adapter, or a folder with pickled weights (`pytorch_model.bin`) or with a
+            checkpoint of Megatron-LM, which are written as they are.
         target: A new folder.
         overrides: Keys of the config to set, such as the parallel sizes of the mesh to read it on. `policy.precision`
             is then the dtype of the files. Weights are rounded to it once, as in a run of that precision.
@@ -153,6 +160,15 @@ def to_hugging_face(
             )
         with _made(target) as folder:
             write_safetensors(source, folder, overrides)
+        return
+    if is_megatron(source):
+        if adapter or verify_with is not None:
+            option = "--adapter" if adapter else "--verify-with"
+            raise ConfigError(
+                f"{option}: {source} is a checkpoint of Megatron, whose weights are written as they are. Omit {option}"
+            )
+        with _made(target) as folder:
+            write_from_megatron(source, folder, overrides)
         return
     is_cast = any(each.startswith(f"{PRECISION}=") for each in overrides)
     if adapter and is_cast:

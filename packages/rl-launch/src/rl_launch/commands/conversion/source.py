@@ -21,8 +21,8 @@ from rl_launch.model_files.weight_files import foreign_kind
 from rl_launch.root_config import POLICY, with_section, with_values
 from rl_launch.run_config.plan import RunPlan
 from rl_launch.run_config.reading import read_model_plan
-from rl_launch.session.checkpoints.checkpoints import newest_checkpoint
-from rl_launch.session.checkpoints.manifest import FILE_NAME, CheckpointManifest
+from rl_launch.run_session.checkpoints.checkpoints import newest_checkpoint
+from rl_launch.run_session.checkpoints.manifest import FILE_NAME, CheckpointManifest
 
 CONFIG = "config.yaml"
 

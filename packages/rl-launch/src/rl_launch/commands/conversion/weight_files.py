@@ -1,6 +1,7 @@
 """Conversions of files of weights in an environment with torch, which the driver does not have.
 
-Pickled weights (`pytorch_model.bin`) become safetensors, and linear layers are quantised for an engine.
+Pickled weights (`pytorch_model.bin`) and checkpoints of Megatron-LM become safetensors, and linear layers are quantised
+for an engine.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from rl_core.config import did_you_mean
 from rl_core.errors import ConfigError, RLError
 from rl_core.plugins import POLICIES, BackendPlugin, plugin, plugins
 from rl_launch.cluster.device import resolve_device
-from rl_launch.model_files.weight_files import INDEX, PICKLED, SINGLE, foreign_kind
+from rl_launch.model_files.weight_files import INDEX, MEGATRON, PICKLED, SINGLE, foreign_kind
 from rl_launch.root_config import POLICY, ClusterConfig
 from rl_launch.worker_envs.provision import DriverEnvs, Mode
 from rl_launch.worker_envs.spec import worker_env
@@ -27,6 +28,7 @@ FORMATS = ("int4", "mxfp4", "float8")
 DTYPES = ("float32", "bfloat16", "float16")
 
 _KEY = "cluster.worker_envs"
+_MODEL = f"{POLICY}.model_name"
 _BACKEND = "dtensor"
 _log = logging.getLogger(__name__)
 
@@ -57,6 +59,45 @@ def is_pickled(folder: Path) -> bool:
     if not folder.is_dir() or (folder / SINGLE).is_file() or (folder / INDEX).is_file():
         return False
     return foreign_kind(folder) is PICKLED
+
+
+def is_megatron(folder: Path) -> bool:
+    """Return whether a folder has a checkpoint that Megatron-LM or Megatron Bridge wrote."""
+    return folder.is_dir() and foreign_kind(folder) is MEGATRON
+
+
+def write_from_megatron(source: Path, target: Path, overrides: Sequence[str] = ()) -> None:
+    """Write the weights of a checkpoint of Megatron-LM or Megatron Bridge as Hugging Face files.
+
+    Args:
+        source: Folder for which `is_megatron` holds.
+        target: Empty folder.
+        overrides: `policy.model_name=...`, which gives the config and the tokenizer, and `cluster.worker_envs=...`; no
+            other key has an effect.
+
+    Raises:
+        ConfigError: If the model is not given, no installed backend reads such checkpoints, or the checkpoint is in
+            another format or of another architecture.
+        WorkerEnvironmentError: If no environment with the backend can be provided.
+        RLError: If the conversion does not finish.
+    """
+    models = [each.partition("=")[2] for each in overrides if each.startswith(f"{_MODEL}=")]
+    if not models or not models[-1]:
+        raise ConfigError(
+            f"{source} is {MEGATRON.name}, which has no config and tokenizer of Hugging Face. Add {_MODEL}=MODEL, the "
+            "model that it was trained from"
+        )
+    backend = next((each for each in plugins(POLICIES).values() if each.converter), None)
+    if backend is None:
+        raise ConfigError(f"{source} is {MEGATRON.name}, and no installed backend reads it. Install rl-megatron")
+    rest = [each for each in overrides if not each.startswith(f"{_MODEL}=")]
+    python = _torch_interpreter(rest, f"{MEGATRON.name}, whose tensors are written as they are", backend)
+    found = Path(models[-1]).expanduser()
+    model = str(found.absolute()) if found.is_dir() else models[-1]
+    _log.info("reading %s, without running code of its pickles", source)
+    answer = _answer_of(python, backend.converter, source, target, model)
+    counts = answer["num_tensors"], answer["num_files"], answer["num_bytes"] / 1e9
+    _log.info("%d tensors in %d files, %.2f GB, from %s", *counts, answer["source"])
 
 
 def write_safetensors(source: Path, target: Path, overrides: Sequence[str] = ()) -> None:
@@ -117,12 +158,13 @@ def write_quantized(source: Path, target: Path, how: Quantization, overrides: Se
     )
 
 
-def _torch_interpreter(overrides: Sequence[str], what: str) -> str:
+def _torch_interpreter(overrides: Sequence[str], what: str, backend: BackendPlugin | None = None) -> str:
     """Return the interpreter of the environment of trainers on this machine, which runs share.
 
     Args:
         overrides: `cluster.worker_envs=...`; no other key has an effect.
         what: Description of the source and its conversion, for messages.
+        backend: Backend that the environment is for; any backend with torch if None.
 
     Raises:
         ConfigError: If another key is set.
@@ -138,7 +180,7 @@ def _torch_interpreter(overrides: Sequence[str], what: str) -> str:
             raise ConfigError(f"{_KEY}: got {value!r}{did_you_mean(value, allowed)}; allowed: {', '.join(allowed)}")
         mode = value  # type: ignore[assignment]  # one of the allowed
     found = plugins(POLICIES)
-    chosen: BackendPlugin = plugin(POLICIES, _BACKEND if _BACKEND in found else next(iter(found), _BACKEND))
+    chosen: BackendPlugin = backend or plugin(POLICIES, _BACKEND if _BACKEND in found else next(iter(found), _BACKEND))
     specs = {POLICY: worker_env(chosen.requirement, resolve_device(ClusterConfig()).extras)}
     return DriverEnvs.provided(specs, mode).interpreters[POLICY]
 

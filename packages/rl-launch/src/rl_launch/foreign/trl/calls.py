@@ -16,7 +16,7 @@ _FILE_FORMATS = ("arrow", "csv", "json", "pandas", "parquet", "text")
 _READ_FORMATS = ("csv", "json", "parquet", "arrow")
 _LOCAL = ("/", "./", "../", "~")
 _DATASETS = ("train_dataset", "eval_dataset")
-QUANTIZED = "4-bit or 8-bit weights during training"
+QUANTIZED = "4-bit or 8-bit weights of a script. Set policy.lora_cfg.base_quantization (nf4 or int8)"
 _UNREAD = "arguments in ** that are not read"
 _UNREAD_DATA = Thing("", touches=frozenset({"data"}))
 

@@ -120,6 +120,7 @@ def _model(config: Translation) -> None:
         if targets and targets not in ("all-linear", ["all-linear"]):
             config.put("policy.lora_cfg.match_all_linear", False)
             config.put("policy.lora_cfg.target_modules", targets if isinstance(targets, list) else [targets])
+        _adapter_variants(config)
     if kwargs := config.get("chat_template_kwargs"):
         config.put("policy.tokenizer.chat_template_kwargs", kwargs)
     config.answer("chat_template_kwargs", Kind.RENAMED, "policy.tokenizer.chat_template_kwargs")
@@ -127,6 +128,24 @@ def _model(config: Translation) -> None:
         config.rename("chat_template", "policy.tokenizer.chat_template")
     if config.get("vision"):  # TRL trains the tower too
         config.put("policy.vision", {"enabled": True, "tower": "trained", "projector": "trained"})
+
+
+def _adapter_variants(config: Translation) -> None:
+    """Set what adapters start from, and how the weights under them are stored."""
+    start = config.get("init_lora_weights", True)
+    if start == "pissa":
+        config.compute("init_lora_weights", "policy.lora_cfg.init", "pissa")
+    elif start is not True:
+        config.refuse("init_lora_weights", f"adapters that start otherwise (init_lora_weights={start})")
+    else:
+        config.unneeded("init_lora_weights", "adapters start as in peft")
+    for key, name in (("load_in_4bit", "nf4"), ("load_in_8bit", "int8")):
+        if config.get(key):
+            config.compute(key, "policy.lora_cfg.base_quantization", name)
+        else:
+            config.unneeded(key, "weights are not quantised")
+    if config.get("load_in_4bit") and (kind := config.get("bnb_4bit_quant_type", "nf4")) != "nf4":
+        config.refuse("bnb_4bit_quant_type", f"4-bit weights other than nf4 (bnb_4bit_quant_type={kind})")
 
 
 def _batches(config: Translation, gpus: int) -> None:

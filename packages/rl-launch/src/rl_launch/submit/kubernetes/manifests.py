@@ -15,7 +15,7 @@ import yaml
 
 from rl_core.config import Config, Problem, load, refusal, tree_to_yaml
 from rl_core.user_code import is_in_file
-from rl_launch.session.directory.recording import copies_of
+from rl_launch.run_session.directory.recording import copies_of
 from rl_launch.submit.kubernetes.config import KubernetesConfig, PodConfig, QueueConfig
 from rl_launch.submit.target import JobRequest
 

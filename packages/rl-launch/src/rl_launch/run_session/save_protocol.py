@@ -10,10 +10,10 @@ from pathlib import Path
 from rl_core.errors import CheckpointDamaged, RunDirectoryError
 from rl_core.model import Saved
 from rl_core.run import Checkpointable
-from rl_launch.session.checkpoints.checkpoints import Checkpoints, written_at
-from rl_launch.session.directory.branch import Branch
-from rl_launch.session.step_clock import StepClock
-from rl_launch.session.stop import StopRequest
+from rl_launch.run_session.checkpoints.checkpoints import Checkpoints, written_at
+from rl_launch.run_session.directory.branch import Branch
+from rl_launch.run_session.step_clock import StepClock
+from rl_launch.run_session.stop import StopRequest
 
 _logger = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from rl_algos.rollouts.driver.ledger import Ledger, digest
 from rl_core.errors import RunDirectoryError
-from rl_launch.session.checkpoints.manifest import read_state
-from rl_launch.session.directory.run_folder import RunFolder, SavedCheckpoint
+from rl_launch.run_session.checkpoints.manifest import read_state
+from rl_launch.run_session.directory.run_folder import RunFolder, SavedCheckpoint
 
 _ROWS_UNIT = "rows"
 _STATE, _ROLLOUTS, _ROWS = "state", "rollouts", "data"

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from rl_core.tracing import spans
-from rl_launch.session.observer import RunObserver
-from rl_launch.session.tracking.progress import RunProgress
+from rl_launch.run_session.observer import RunObserver
+from rl_launch.run_session.tracking.progress import RunProgress
 
 _logger = logging.getLogger(__name__)
 

@@ -17,8 +17,8 @@ from rl_core.errors import RunDirectoryError, WorkerDied
 from rl_core.model import Saved, SavedFile
 from rl_core.plugins import export_suffixes
 from rl_core.run import Checkpointable
-from rl_launch.session.checkpoints.manifest import FILE_NAME, CheckpointManifest, read_state, sync_path, write_state
-from rl_launch.session.config import CheckpointingConfig
+from rl_launch.run_session.checkpoints.manifest import FILE_NAME, CheckpointManifest, read_state, sync_path, write_state
+from rl_launch.run_session.config import CheckpointingConfig
 
 EXPORT = "hf"
 """Folder within a checkpoint that `transformers` and vLLM load; other models than the policy have a suffix."""

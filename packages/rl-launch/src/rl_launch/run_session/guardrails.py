@@ -14,9 +14,9 @@ from typing import Any
 
 from rl_core.config import load, tree_to_yaml
 from rl_core.errors import RLError
-from rl_launch.session.config import GuardrailAction, GuardrailConfig
-from rl_launch.session.directory.run_folder import CONFIG
-from rl_launch.session.directory.writable import write_atomically
+from rl_launch.run_session.config import GuardrailAction, GuardrailConfig
+from rl_launch.run_session.directory.run_folder import CONFIG
+from rl_launch.run_session.directory.writable import write_atomically
 
 FILE = "guardrails.json"
 """File of the actions, in a run directory."""

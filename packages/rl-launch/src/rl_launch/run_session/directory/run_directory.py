@@ -11,12 +11,12 @@ from pathlib import Path
 from rl_core.config import Config, RuledChange, option, plain, tree_to_yaml
 from rl_core.errors import ConfigError, RunDirectoryError, require_readable
 from rl_core.user_code import SourceFile
-from rl_launch.session.checkpoints.checkpoints import saved_checkpoints
-from rl_launch.session.config import Access
-from rl_launch.session.directory import lock
-from rl_launch.session.directory.branch import Branch
-from rl_launch.session.directory.lock import DirectoryLock
-from rl_launch.session.directory.recording import (
+from rl_launch.run_session.checkpoints.checkpoints import saved_checkpoints
+from rl_launch.run_session.config import Access
+from rl_launch.run_session.directory import lock
+from rl_launch.run_session.directory.branch import Branch
+from rl_launch.run_session.directory.lock import DirectoryLock
+from rl_launch.run_session.directory.recording import (
     CODE,
     Recording,
     WholeConfig,
@@ -25,11 +25,11 @@ from rl_launch.session.directory.recording import (
     copies_of,
     kept,
 )
-from rl_launch.session.directory.remedies import refusal, train_command
-from rl_launch.session.directory.row_files import names_of_run
-from rl_launch.session.directory.run_folder import CONFIG, DESCRIPTION, RunFolder, is_run
-from rl_launch.session.directory.run_state import SECTION, Labels, write_labels
-from rl_launch.session.directory.writable import check_writable, make_folder, write_atomically
+from rl_launch.run_session.directory.remedies import refusal, train_command
+from rl_launch.run_session.directory.row_files import names_of_run
+from rl_launch.run_session.directory.run_folder import CONFIG, DESCRIPTION, RunFolder, is_run
+from rl_launch.run_session.directory.run_state import SECTION, Labels, write_labels
+from rl_launch.run_session.directory.writable import check_writable, make_folder, write_atomically
 
 
 class RunDirectory:

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from rl_core.metrics import Metric, results
-from rl_launch.session.config import CheckpointingConfig
-from rl_launch.session.directory.run_state import BestSoFar
-from rl_launch.session.rollouts.run_files import MetricsFile
-from rl_launch.session.tracking.writers import MetricWriters
+from rl_launch.run_session.config import CheckpointingConfig
+from rl_launch.run_session.directory.run_state import BestSoFar
+from rl_launch.run_session.rollouts.run_files import MetricsFile
+from rl_launch.run_session.tracking.writers import MetricWriters
 
 _logger = logging.getLogger(__name__)
 

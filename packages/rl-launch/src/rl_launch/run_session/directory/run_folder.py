@@ -30,12 +30,12 @@ from typing import Any
 
 from rl_core.config import Problem, load, nearest_as_remedy
 from rl_core.errors import MISSING_FILE, ConfigError, RunDirectoryError, named, require_readable
-from rl_launch.session.checkpoints.checkpoints import saved_checkpoints
-from rl_launch.session.checkpoints.manifest import CheckpointManifest
-from rl_launch.session.directory import lock
-from rl_launch.session.directory.run_state import Labels, RunState
-from rl_launch.session.rollouts import rollout_store
-from rl_launch.session.rollouts.run_files import MetricsFile, metrics_row
+from rl_launch.run_session.checkpoints.checkpoints import saved_checkpoints
+from rl_launch.run_session.checkpoints.manifest import CheckpointManifest
+from rl_launch.run_session.directory import lock
+from rl_launch.run_session.directory.run_state import Labels, RunState
+from rl_launch.run_session.rollouts import rollout_store
+from rl_launch.run_session.rollouts.run_files import MetricsFile, metrics_row
 
 DESCRIPTION = "run.json"
 CONFIG = "config.yaml"

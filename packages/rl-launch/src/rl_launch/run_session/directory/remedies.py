@@ -11,7 +11,7 @@ from typing import Any
 
 from rl_core.config import ABSENT, Config, RuledChange, WhenChanged, keys_when_changed, to_override
 from rl_core.config.tree import format_path, parse_path
-from rl_launch.session.directory.run_state import RunState
+from rl_launch.run_session.directory.run_state import RunState
 
 _MAY_CHANGE = (WhenChanged.RESUME, WhenChanged.GOAL)
 _ASKED = {

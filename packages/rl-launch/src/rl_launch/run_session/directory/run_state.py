@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from rl_core.errors import MISSING_FILE, RunDirectoryError, named
-from rl_launch.session.directory.writable import write_atomically
+from rl_launch.run_session.directory.writable import write_atomically
 
 SECTION = "logger"
 """Section of the config that has the labels of a new run."""

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from rl_core.tracing import spans
 from rl_core.tracing.spans import SpanReport
-from rl_launch.session.observer import RunObserver
-from rl_launch.session.traces.trace_folder import STEPS, Piece, TraceWriter
+from rl_launch.run_session.observer import RunObserver
+from rl_launch.run_session.traces.trace_folder import STEPS, Piece, TraceWriter
 
 _log = logging.getLogger(__name__)
 

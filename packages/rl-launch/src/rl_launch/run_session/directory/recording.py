@@ -12,8 +12,8 @@ from typing import Any, Protocol
 from rl_core.config import Config, RawConfig, RuledChange, changed_keys, load, plain, resolve, with_absolute_paths
 from rl_core.config.tree import format_path, leaves
 from rl_core.user_code import SourceFile, is_in_file
-from rl_launch.session.directory.run_folder import CONFIG
-from rl_launch.session.directory.writable import write_atomically
+from rl_launch.run_session.directory.run_folder import CONFIG
+from rl_launch.run_session.directory.writable import write_atomically
 
 ORIGINS = "origins.json"
 

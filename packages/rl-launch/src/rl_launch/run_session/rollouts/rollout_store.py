@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Literal
 
-from rl_launch.session.checkpoints.manifest import replaced, sync_path
+from rl_launch.run_session.checkpoints.manifest import replaced, sync_path
 
 STEPS_PER_ARCHIVE = 100
 NUM_RECENT = 100

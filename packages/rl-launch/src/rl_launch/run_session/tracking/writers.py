@@ -19,9 +19,15 @@ from rl_core.config import Config
 from rl_core.errors import ConfigError
 from rl_core.install_command import install_command
 from rl_core.run import EndStatus
-from rl_launch.session.config import LoggerConfig
-from rl_launch.session.directory.run_state import Labels
-from rl_launch.session.tracking.trackers import ClearMLWriter, MLflowWriter, SwanLabWriter, TrackioWriter, WandbWriter
+from rl_launch.run_session.config import LoggerConfig
+from rl_launch.run_session.directory.run_state import Labels
+from rl_launch.run_session.tracking.trackers import (
+    ClearMLWriter,
+    MLflowWriter,
+    SwanLabWriter,
+    TrackioWriter,
+    WandbWriter,
+)
 
 START_WAIT_S = 20.0
 """Maximum time that a run waits until its writers have started; one that takes longer gets the steps when it has."""

@@ -22,9 +22,9 @@ from rl_core.config import Config, as_written, changed_as_written
 from rl_core.errors import ConfigError
 from rl_core.install_command import install_command
 from rl_core.run import EndStatus
-from rl_launch.session.config import LoggerConfig
-from rl_launch.session.directory.run_state import Labels
-from rl_launch.session.directory.writable import write_atomically
+from rl_launch.run_session.config import LoggerConfig
+from rl_launch.run_session.directory.run_state import Labels
+from rl_launch.run_session.directory.writable import write_atomically
 
 _NOTES = "mlflow.note.content"
 """Tag that MLflow shows as the description of a run."""

@@ -13,11 +13,11 @@ from typing import IO, Any
 
 from rl_core.images import STORE_VARIABLE
 from rl_core.model_config import VisionConfig
-from rl_launch.session.checkpoints.manifest import replaced
-from rl_launch.session.config import Access
-from rl_launch.session.directory import lock
-from rl_launch.session.directory.run_folder import CONFIG
-from rl_launch.session.directory.writable import careful_umask, check_writable, make_folder
+from rl_launch.run_session.checkpoints.manifest import replaced
+from rl_launch.run_session.config import Access
+from rl_launch.run_session.directory import lock
+from rl_launch.run_session.directory.run_folder import CONFIG
+from rl_launch.run_session.directory.writable import careful_umask, check_writable, make_folder
 
 IMAGES = "images"
 """In the folder of a run or an evaluation."""

@@ -22,7 +22,7 @@ from rl_core.config import Config, Problem, did_you_mean, nearest_as_remedy, sec
 from rl_core.errors import CallbackFailed, ConfigError
 from rl_core.run import HOOKS, Callback, CallbackRun, RunEnd
 from rl_core.user_code import FromFile, is_in_file, limited, raised_at
-from rl_launch.session.config import CallbackConfig
+from rl_launch.run_session.config import CallbackConfig
 
 _logger = logging.getLogger(__name__)
 

@@ -6,6 +6,8 @@ import logging
 import signal
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -47,7 +49,8 @@ class StopRequest:
         self._longest_step_s = 0.0
         self._longest_save_s = 0.0
         self._previous: dict[signal.Signals, Any] = {}
-        self._is_graceful = False
+        self._is_graceful = self._is_interactive = self._is_interrupted = False
+        self._num_held = 0
 
     def listen(self, *, gracefully: bool) -> None:
         """Take over SIGTERM and SIGINT; only the main thread can.
@@ -59,6 +62,34 @@ class StopRequest:
         if threading.current_thread() is threading.main_thread():
             found = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
             self._previous = self._previous or found
+
+    def interrupt_statements(self) -> None:
+        """Have SIGINT interrupt the statement in progress, as in any notebook, and leave the run as it is."""
+        self.listen(gracefully=False)
+        self._is_interactive = True
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Enter a context that an interrupt of a statement does not tear apart: it is raised when the context is left,
+        or by `is_asked_by_signal` within it. The second one is raised at once."""
+        self._num_held += 1
+        try:
+            yield
+        finally:
+            self._num_held -= 1
+            if not self._num_held:
+                self.is_asked_by_signal()
+
+    def is_asked_by_signal(self) -> bool:
+        """Return whether a signal has asked for the end.
+
+        Raises:
+            KeyboardInterrupt: If a `held` context has kept an interrupt.
+        """
+        if self._is_interrupted:
+            self._is_interrupted = False
+            raise KeyboardInterrupt
+        return self.signal is not None
 
     def unlisten(self) -> None:
         """Restore the earlier handlers of the signals."""
@@ -108,6 +139,12 @@ class StopRequest:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
         self._num_taken += 1
+        if self._is_interactive and number == signal.SIGINT:
+            if self._num_held and not self._is_interrupted:
+                self._is_interrupted = True
+                return
+            self._is_interrupted = False
+            raise KeyboardInterrupt
         if self.reason or not self._is_graceful:
             self.unwound_by = signal.Signals(number)
             self.unlisten()

@@ -21,10 +21,10 @@ from rl_core.data.batch import Batch, RemoteColumn, RemoteRows
 from rl_core.errors import RLError, WorkerDied, named
 from rl_core.rollouts.group import GENERATION_LOGPROBS, LOSS_MASK, RECORD, WEIGHT_VERSIONS, RolloutGroup
 from rl_core.rollouts.record import append_records
-from rl_launch.session.checkpoints.manifest import replaced, sync_path
-from rl_launch.session.config import TokenLevel
-from rl_launch.session.rollouts import rollout_store
-from rl_launch.session.rollouts.token_table import BATCH_COLUMNS, TextsOfTokens, TokenRows, TokenTables
+from rl_launch.run_session.checkpoints.manifest import replaced, sync_path
+from rl_launch.run_session.config import TokenLevel
+from rl_launch.run_session.rollouts import rollout_store
+from rl_launch.run_session.rollouts.token_table import BATCH_COLUMNS, TextsOfTokens, TokenRows, TokenTables
 
 _log = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rl_core.errors import RunDirectoryError
-from rl_launch.session.checkpoints.checkpoints import checkpoint_at, newest_checkpoint
-from rl_launch.session.directory.run_folder import RunFolder, is_run
+from rl_launch.run_session.checkpoints.checkpoints import checkpoint_at, newest_checkpoint
+from rl_launch.run_session.directory.run_folder import RunFolder, is_run
 
 BEST = "best"
 """In place of a step: the checkpoint with the best value of `checkpointing.metric_name`."""

@@ -16,10 +16,10 @@ from typing import Any
 
 from rl_core.config import Config, WhenChanged, option
 from rl_core.errors import ConfigError, RunDirectoryError
-from rl_launch.session.directory.checkpoint_name import CheckpointName
-from rl_launch.session.directory.recording import Recording, changes_since
-from rl_launch.session.directory.remedies import described, step_bounds
-from rl_launch.session.directory.run_folder import CONFIG, RunFolder
+from rl_launch.run_session.directory.checkpoint_name import CheckpointName
+from rl_launch.run_session.directory.recording import Recording, changes_since
+from rl_launch.run_session.directory.remedies import described, step_bounds
+from rl_launch.run_session.directory.run_folder import CONFIG, RunFolder
 
 
 @dataclass(frozen=True)

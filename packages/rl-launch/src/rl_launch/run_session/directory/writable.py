@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rl_core.errors import RunDirectoryError
-from rl_launch.session.checkpoints.manifest import replaced, sync_path
-from rl_launch.session.config import Access
+from rl_launch.run_session.checkpoints.manifest import replaced, sync_path
+from rl_launch.run_session.config import Access
 
 _MIN_FREE_BYTES = 2**24
 

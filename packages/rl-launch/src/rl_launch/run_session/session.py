@@ -26,26 +26,26 @@ from rl_core.run import CallbackRun, Checkpointable, EndStatus, RunEnd
 from rl_core.tracing.stacks import FOLDER as STACKS_FOLDER
 from rl_core.tracing.stacks import stop_writing_stacks, write_stacks_of
 from rl_launch.placement.bundles import DevicesLost
-from rl_launch.session.callbacks import Callbacks, MadeCallback
-from rl_launch.session.checkpoints.checkpoints import ADAPTER, Checkpoints
-from rl_launch.session.config import CheckpointingConfig
-from rl_launch.session.directory.branch import Branch
-from rl_launch.session.directory.recording import Recording
-from rl_launch.session.directory.run_directory import RunDirectory
-from rl_launch.session.directory.run_folder import RunFolder
-from rl_launch.session.directory.run_state import RunState, Status
-from rl_launch.session.directory.writable import careful_umask
-from rl_launch.session.guardrails import GuardrailEvent, GuardrailRestart, Guardrails, GuardrailStop
-from rl_launch.session.observer import ObservedRun, Observers, RunObserver
-from rl_launch.session.rollouts import rollout_store
-from rl_launch.session.rollouts.run_files import RolloutFiles, RolloutWriter, TokenFiles
-from rl_launch.session.save_protocol import SaveProtocol
-from rl_launch.session.step_clock import StepClock
-from rl_launch.session.step_metrics import StepMetrics
-from rl_launch.session.stop import StepAbandoned, StopRequest
-from rl_launch.session.tracking.log_output import logged_to, shared_console
-from rl_launch.session.tracking.progress import RunProgress
-from rl_launch.session.tracking.writers import check_writers, open_writers
+from rl_launch.run_session.callbacks import Callbacks, MadeCallback
+from rl_launch.run_session.checkpoints.checkpoints import ADAPTER, Checkpoints
+from rl_launch.run_session.config import CheckpointingConfig
+from rl_launch.run_session.directory.branch import Branch
+from rl_launch.run_session.directory.recording import Recording
+from rl_launch.run_session.directory.run_directory import RunDirectory
+from rl_launch.run_session.directory.run_folder import RunFolder
+from rl_launch.run_session.directory.run_state import RunState, Status
+from rl_launch.run_session.directory.writable import careful_umask
+from rl_launch.run_session.guardrails import GuardrailEvent, GuardrailRestart, Guardrails, GuardrailStop
+from rl_launch.run_session.observer import ObservedRun, Observers, RunObserver
+from rl_launch.run_session.rollouts import rollout_store
+from rl_launch.run_session.rollouts.run_files import RolloutFiles, RolloutWriter, TokenFiles
+from rl_launch.run_session.save_protocol import SaveProtocol
+from rl_launch.run_session.step_clock import StepClock
+from rl_launch.run_session.step_metrics import StepMetrics
+from rl_launch.run_session.stop import StepAbandoned, StopRequest
+from rl_launch.run_session.tracking.log_output import logged_to, shared_console
+from rl_launch.run_session.tracking.progress import RunProgress
+from rl_launch.run_session.tracking.writers import check_writers, open_writers
 
 _logger = logging.getLogger(__name__)
 
@@ -102,6 +102,8 @@ class RunSession:
         observe: Adds an observer, which sees the steps that follow.
         interrupt: Ends the run after the current step, having saved: the same command resumes it.
         is_ending: See `StopRequest.is_ending`.
+        saves_next: True if a checkpoint is saved when the step in progress ends.
+        has_moved_on: True if the models are no longer as after the last complete step, which then cannot be saved.
     """
 
     def __init__(
@@ -146,7 +148,7 @@ class RunSession:
         self._rollouts = RolloutFiles(folder, self._tokens)
         self._resources = ExitStack()
         self._max_steps = self.completed = self._exported = 0
-        self.has_begun = self._is_goal_met = False
+        self.has_begun = self._is_goal_met = self.saves_next = self.has_moved_on = False
         self.phase, self.record = self._clock.phase, self._metrics.record
         self.read_token_texts_from = self._tokens.read_texts_from
         self.observe = self._observer.observers.append
@@ -337,7 +339,8 @@ class RunSession:
             if event is not None:
                 self._act(event)
             self.stop_request.after_step(seconds, saves=self._saves.checkpoints.begun is not None)
-            if self._saving.enabled and self.due(self._saving.save_period, step):
+            if self._saving.enabled and (self.saves_next or self.due(self._saving.save_period, step)):
+                self.saves_next = False
                 self._save(wait=not self._saving.async_save)
         self._finish()
 
@@ -381,7 +384,13 @@ class RunSession:
         # the goal may have been met as the step was saved
         lacks_export = self._is_goal_met and self._saving.export_period is not None and self._exported < self.completed
         if self._saving.enabled and (self.completed > self.saved or lacks_export):
-            self._save(wait=True)
+            if self.has_moved_on:
+                left = (
+                    "step %d was left before its end, and step %d can no longer be saved; the newest checkpoint is %d"
+                )
+                _logger.warning(left, self.completed + 1, self.completed, self.saved)
+            else:
+                self._save(wait=True)
         self.stop_request.listen(gracefully=False)
 
     def _settle(self, error: BaseException | None) -> None:
