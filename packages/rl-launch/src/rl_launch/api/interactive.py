@@ -265,9 +265,9 @@ def session(
         run.take(DATA_CHECKS)
         opened = stack.enter_context(opening(run, title=given.name, fresh=fresh))
         components, started = stack.enter_context(opened.start())
-        config: Any = run.plan.config
-        rolling = None if components.pool is None else steps_of(config, components, started)
-        return Session(config, components, started, rolling, stack.pop_all())
+        resolved: Any = run.plan.config
+        rolling = None if components.pool is None else steps_of(resolved, components, started)
+        return Session(resolved, components, started, rolling, stack.pop_all())
 
 
 def _check_guardrails(config: Any) -> None:
