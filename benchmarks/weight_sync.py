@@ -1,6 +1,7 @@
 """Bytes per second of a weight transfer between two processes, beside a plain copy in memory of the same tensors.
 
-    python benchmarks/weight_sync.py [MB:TENSORS ...] [--adapter DIM | --changes SHARE | --ranks N | --exchange N]
+    python benchmarks/weight_sync.py [MB:TENSORS ...] [--adapter DIM | --changes SHARE | --ranks N | --exchange N |
+        --apart N]
 
 Needs rl-core with its extra `torch`; runs on a GPU if there is one, else on the CPU. A transfer is timed from its
 beginning to the last acknowledged digest, as in every step of a run: tensors are copied into buckets and out of them
@@ -19,6 +20,9 @@ transfer of which each is sent the rows that it keeps is compared with one in wh
 With `--exchange` the tensors are square bfloat16 matrices, whose rows are divided over N ranks of a policy, each of
 which fills buckets with some columns for its receiver: after it has gathered whole tensors, or by an exchange of pieces
 (`policy.generation.weight_sync_encoding: parts`), in turn. Both are timed without the hop to the receiver.
+
+With `--apart` the same ranks send to N receivers on other devices, each of which keeps some columns: the policy's ranks
+gather whole tensors, of which the first sends each receiver its columns, or all of them exchange pieces, in turn.
 """
 
 from __future__ import annotations
@@ -30,8 +34,11 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
+from multiprocessing.synchronize import Barrier
 from typing import get_args
 
 import torch
@@ -84,6 +91,7 @@ def main() -> None:
     parser.add_argument("--adapter", type=int, metavar="DIM", help="compare with adapters of this dim, sent alone")
     parser.add_argument("--changes", type=float, metavar="SHARE", help="compare with changes, of this share, alone")
     parser.add_argument("--exchange", type=int, metavar="N", help="compare N ranks that gather with N that exchange")
+    parser.add_argument("--apart", type=int, metavar="N", help="the same with N receivers on other devices")
     parser.add_argument("--ranks", type=int, metavar="N", help="compare with N receivers that keep some rows each")
     chosen = parser.parse_args()
     cases, repeats = chosen.cases or list(map(Case.parse, CASES)), chosen.repeats
@@ -100,6 +108,8 @@ def main() -> None:
             print(in_parts(case, chosen.ranks, device, repeats, chosen.threads))
         elif chosen.exchange:
             print(exchanged(case, chosen.exchange, repeats, chosen.threads))
+        elif chosen.apart:
+            print(exchanged_apart(case, chosen.apart, repeats, chosen.threads))
         elif chosen.changes is not None:
             print(with_changes(case, chosen.changes, device, repeats, chosen.threads))
         else:
@@ -253,6 +263,169 @@ def fill_buckets(
     pipe.send([tuple(map(min, zip(*taken[1:], strict=True))) for taken in found])
     dist.barrier()
     dist.destroy_process_group()
+
+
+@dataclass(frozen=True)
+class Matrices:
+    """Square bfloat16 matrices, whose rows are divided over the ranks of a policy, and whose columns over receivers.
+
+    Args:
+        width: Rows and columns of each.
+        count: Number of matrices.
+        num_ranks: Number of ranks on either side.
+    """
+
+    width: int
+    count: int
+    num_ranks: int
+
+    @classmethod
+    def of(cls, case: Case, num_ranks: int) -> Matrices:
+        """Those of a case, of about its size."""
+        width = math.isqrt(case.megabytes * MEGABYTE // 2 // case.num_tensors)
+        return cls(width // num_ranks * num_ranks, case.num_tensors, num_ranks)
+
+    def manifest(self, *, in_parts: bool) -> Manifest:
+        """The manifest of the matrices."""
+        specs = (TensorSpec(f"t{at}", (self.width, self.width), "bfloat16") for at in range(self.count))
+        return Manifest(1, tuple(specs), is_held_in_parts=in_parts)
+
+    def kept(self, rank: int) -> Parts:
+        """What a receiver keeps."""
+        columns = torch.empty(self.width, self.width, device="meta").chunk(self.num_ranks, 1)[rank]
+        return {f"t{at}": (Region.of(columns),) for at in range(self.count)}
+
+    def held(self, rank: int) -> dict[str, list[HeldPart]]:
+        """What a rank of the policy holds, the same at every call."""
+        rows = self.width // self.num_ranks
+        box = ((rank * rows, (rank + 1) * rows), (0, self.width))
+        random = torch.Generator().manual_seed(rank)
+        return {
+            f"t{at}": [HeldPart(box, torch.randn(rows, self.width, generator=random).bfloat16())]
+            for at in range(self.count)
+        }
+
+
+def exchanged_apart(case: Case, num_ranks: int, repeats: int, threads: int) -> str:
+    """The table of one case whose receivers are on other devices."""
+    context, port = multiprocessing.get_context("spawn"), free_port()
+    transports = [
+        Transport("collective", f"127.0.0.1:{free_port()}", num_ranks, CPU.bucket_bytes, every_rank_sends=in_parts)
+        for in_parts in (False, True)
+    ]
+    matrices, barrier, pipes = Matrices.of(case, num_ranks), context.Barrier(2 * num_ranks), []
+    for place in range(2 * num_ranks):
+        ours, theirs = context.Pipe(duplex=False)
+        work = send_apart if place < num_ranks else receive_apart
+        given = matrices, transports, place % num_ranks, port, repeats, threads, barrier, theirs
+        context.Process(target=work, args=given, daemon=True).start()
+        pipes.append(ours)
+    found = [pipe.recv() for pipe in pipes]
+    assert len({tuple(sums) for _, sums in found[num_ranks:]}) == num_ranks, "receivers keep different columns"
+    assert all(len(set(sums)) == 1 for _, sums in found[num_ranks:]), "both ways bring the same values"
+    kept = matrices.width**2 * 2 * matrices.count
+    used = [sum(column) for column in zip(*(taken for taken, _ in found), strict=True)]
+    busiest = [max(column) for column in zip(*(taken for taken, _ in found), strict=True)]
+    rows = [
+        (name, f"{1e9 * whole / kept:.2f}", f"{whole / used[0]:.2f}", f"{1e9 * most / kept:.2f}")
+        for name, whole, most in zip(("gather, then one sends", "exchange pieces"), used, busiest, strict=True)
+    ]
+    columns = ["processor ns of all ranks for a byte of the model", "to gathering", "of the busiest rank"]
+    return table(["the ranks", *columns], rows)
+
+
+def send_apart(
+    matrices: Matrices,
+    transports: Sequence[Transport],
+    rank: int,
+    port: int,
+    repeats: int,
+    threads: int,
+    barrier: Barrier,
+    pipe: Connection,
+) -> None:
+    """One of the policy's ranks, which sends for each way its seconds of the processor."""
+    torch.set_num_threads(threads)
+    store = dist.TCPStore("127.0.0.1", port, matrices.num_ranks, is_master=rank == 0)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=matrices.num_ranks)
+    holdings, whole = matrices.held(rank), torch.empty(matrices.width, matrices.width, dtype=torch.bfloat16)
+    gathering, exchanging = SendingEnd(CPU), SendingEnd(CPU)
+
+    def gather() -> None:
+        with ExitStack() as stack:
+            manifest, senders = matrices.manifest(in_parts=False), []
+            if rank == 0:
+                senders.append(stack.enter_context(gathering.transfer(manifest, transports[0])))
+            for name, (part,) in holdings.items():
+                dist.all_gather_single(whole, part.values)
+                for sender in senders:
+                    sender.put(name, whole)
+            for sender in senders:
+                sender.finish()
+
+    def exchange() -> None:
+        manifest = matrices.manifest(in_parts=True)
+        exchanging.exchange(manifest, transports[1], rank, matrices.num_ranks, lambda: holdings)
+
+    pipe.send((processor_seconds_of((gather, exchange), repeats, barrier), [0.0, 0.0]))
+    barrier.wait()
+    for end in (gathering, exchanging):
+        end.close()
+    dist.destroy_process_group()
+
+
+def receive_apart(
+    matrices: Matrices,
+    transports: Sequence[Transport],
+    rank: int,
+    port: int,
+    repeats: int,
+    threads: int,
+    barrier: Barrier,
+    pipe: Connection,
+) -> None:
+    """A receiver, which sends for each way its seconds of the processor and the sum of what it keeps."""
+    torch.set_num_threads(threads)
+    ends, keeps, sums = (ReceivingEnd(CPU), ReceivingEnd(CPU)), matrices.kept(rank), [0.0, 0.0]
+    kept = {name: torch.empty(parts[0].size, dtype=torch.bfloat16) for name, parts in keeps.items()}
+
+    def receive(way: int) -> None:
+        manifest = matrices.manifest(in_parts=bool(way))
+        with ends[way].transfer(manifest, transports[way], rank + 1, keeps) as arriving:
+            for name, tensor in arriving:
+                kept[name].copy_(keeps[name][0].read(tensor))
+
+    def total(way: int) -> None:
+        sums[way] = sum(float(tensor.double().sum()) for tensor in kept.values())
+
+    found = processor_seconds_of((partial(receive, 0), partial(receive, 1)), repeats, barrier, total)
+    pipe.send((found, sums))
+    barrier.wait()
+    for end in ends:
+        end.close()
+
+
+def processor_seconds_of(
+    ways: Sequence[Callable[[], None]], repeats: int, barrier: Barrier, after: Callable[[int], None] = lambda way: None
+) -> list[float]:
+    """The fewest seconds of this process for each way, in turn with all other processes; the first turn, in which they
+    connect, does not count.
+
+    Args:
+        ways: The work of this process.
+        repeats: Counted turns.
+        barrier: Of all processes.
+        after: Called after each turn, uncounted.
+    """
+    taken: list[list[float]] = [[] for _ in ways]
+    for _ in range(repeats + 1):
+        for way, work in enumerate(ways):
+            barrier.wait()
+            began = time.process_time()
+            work()
+            taken[way].append(time.process_time() - began)
+            after(way)
+    return [min(each[1:]) for each in taken]
 
 
 def transfer(
