@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self
 
-from rl_algos import RolloutSteps, steps_of
+from rl_algos import RolloutAlgorithm, RolloutSteps, steps_of
 from rl_core.data.batch import Batch
 from rl_core.errors import ConfigError, RLError, RunDirectoryError
 from rl_core.metrics import Metric
@@ -266,7 +266,8 @@ def session(
         opened = stack.enter_context(opening(run, title=given.name, fresh=fresh))
         components, started = stack.enter_context(opened.start())
         resolved: Any = run.plan.config
-        rolling = None if components.pool is None else steps_of(resolved, components, started)
+        has_rollouts = isinstance(run.plan.algorithm, RolloutAlgorithm) and components.pool is not None
+        rolling = steps_of(resolved, components, started) if has_rollouts else None
         return Session(resolved, components, started, rolling, stack.pop_all())
 
 
