@@ -92,9 +92,50 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "pad_token_id": None,
     },
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6, "swiglu_limit": 1.0},
+    "gemma3_text": {
+        "sliding_window": 6,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "query_pre_attn_scalar": 11,
+        "tie_word_embeddings": True,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000.0},
+        },
+    },
+    "qwen3_5_text": {
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "pad_token_id": None,
+        "rms_norm_eps": 1e-2,
+    },
 }
 
-EXPERT_FAMILIES = ("qwen2_moe", "qwen3_moe", "qwen3_next", "mixtral", "deepseek_v3", "glm4_moe")
+FAMILIES["qwen3_5_moe_text"] = {
+    **MOE,
+    **FAMILIES["qwen3_5_text"],
+    "num_experts": 4,
+    "shared_expert_intermediate_size": 40,
+}
+FAMILIES["glm4_moe_lite"] = {**FAMILIES["deepseek_v3"], "q_lora_rank": None}
+
+EXPERT_FAMILIES = tuple(family for family, fields in FAMILIES.items() if "num_experts_per_tok" in fields)
+
+
+LINEAR_FAMILIES = tuple(family for family, fields in FAMILIES.items() if "linear_num_key_heads" in fields)
+LATENT_FAMILIES = ("deepseek_v3", "glm4_moe_lite")
+
+
+def fits(family: str, layout: str) -> bool:
+    """Whether a family is trained on one of `LAYOUTS` or `EXPERT_LAYOUTS`."""
+    _, settings = (LAYOUTS | EXPERT_LAYOUTS)[layout]
+    if family not in EXPERT_FAMILIES:
+        return layout in LAYOUTS
+    # megatron-core does not spread experts with biases over tensor-parallel ranks
+    is_whole = settings.get(ETP, settings.get(TP, 1)) == 1
+    return layout != "tp2" and (is_whole or family != "gpt_oss")
 
 
 def write_family(folder: Path, family: str, **fields: Any) -> Path:

@@ -53,6 +53,7 @@ def count_row_attention(rank: Rank, window: int | None, context_size: int) -> in
         window_size=None if window is None else (window - 1, 0),
         context_parallel_size=context_size,
         attention_output_gate=False,
+        softmax_type="vanilla",
     )
     spec = TransformerBlockSubmodules(layer_specs=[get_gpt_layer_local_spec() for _ in range(4)])
     adapt_layers(spec, config, has_te=True)
@@ -250,3 +251,20 @@ def num_parameters(rank: Rank) -> tuple[int, float]:
     layers = LayerShapes(reading.config, has_te=False, longest=1).layers()
     estimate = rank_parameters(reading.hf, reading.config, layers[-len(layers) // mesh.layout["pp"] :], mesh)
     return found, sum(estimate)
+
+
+def save_as_megatron(rank: Rank, folder: str, arguments: dict[str, Any]) -> None:
+    """Write a model as Megatron-LM does: its own names, in the format `torch_dist`, with the run's arguments."""
+    import multiprocessing
+    from argparse import Namespace
+
+    from megatron.core import dist_checkpointing
+
+    # Megatron writes in processes of its own, which ranks of the pool may not have
+    multiprocessing.current_process()._config["daemon"] = False
+
+    reading = rank.held[HELD]._model.reading
+    tensors: dict[str, Any] = {}
+    for chunk in reading.chunks:
+        tensors |= chunk.sharded_state_dict(metadata={})
+    dist_checkpointing.save({"model": tensors, "args": Namespace(**arguments), "iteration": 7}, folder)

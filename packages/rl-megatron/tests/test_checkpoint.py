@@ -17,6 +17,9 @@ ADAMW = OptimizerConfig(name="torch.optim.AdamW", kwargs={"lr": 1e-3, "weight_de
 RESUMED = [
     ("qwen3", "tp2", ["pp2 virtual"]),
     ("qwen3_moe", "tp2 ep2+sp", ["pp2"]),
+    ("gpt_oss", "tp2 ep2+sp", ["pp2"]),
+    pytest.param("gemma3_text", "tp2", ["pp2"], marks=exhaustive),
+    pytest.param("qwen3_5_moe_text", "tp2 ep2+sp", ["pp2"], marks=exhaustive),
     pytest.param("qwen3", "tp2", ["tp4+sp"], marks=exhaustive),
     pytest.param("qwen3_moe", "tp2 ep2+sp", ["ep2"], marks=exhaustive),
     pytest.param("qwen3_next", "tp2 ep2+sp", ["pp2"], marks=exhaustive),

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from layouts import EXPERT_FAMILIES, EXPERT_LAYOUTS, FAMILIES, LAYOUTS, write_family
+from layouts import EXPERT_FAMILIES, EXPERT_LAYOUTS, FAMILIES, LAYOUTS, fits, write_family
 from safetensors.torch import load_file, save_file
 
 from rl_core.errors import WorkerError
@@ -26,12 +26,6 @@ BATCH = make_batch()
 BATCH = BATCH.with_columns({"tokens": BATCH.ragged("tokens").like(BATCH.ragged("tokens").values.clip(min=1))})
 
 
-def layouts_of(family):
-    if family in EXPERT_FAMILIES:
-        return [name for name in ALL if name != "tp2"]
-    return list(LAYOUTS)
-
-
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     return {family: write_family(tmp_path_factory.mktemp(family), family) for family in FAMILIES}
@@ -43,13 +37,19 @@ def open_model(ranks, folder, layout, *, trains=False, **settings):
     return PooledModel(ranks, "megatron_factories:build", config, ModelSpec(trains=trains), num_ranks, **backend)
 
 
-CASES = [(family, layout) for family in FAMILIES for layout in layouts_of(family)]
+def widest(family):
+    if family not in EXPERT_FAMILIES:
+        return "tp2 pp2+sp"
+    return "tp2 etp2 ep2+sp" if fits(family, "tp2 etp2 ep2+sp") else "tp2 ep2+sp"
+
+
+CASES = [(family, layout) for family in FAMILIES for layout in ALL if fits(family, layout)]
 ALWAYS = [
     (family, layout)
     for family, layout in CASES
     if (family == "llama" and layout in LAYOUTS)
     or (family == "deepseek_v3" and layout in EXPERT_LAYOUTS)
-    or layout == ("tp2 etp2 ep2+sp" if family in EXPERT_FAMILIES else "tp2 pp2+sp")
+    or layout == widest(family)
 ]
 """Every family in the layout that splits it most, dense weights in every layout, and experts in those of experts."""
 
@@ -69,17 +69,24 @@ def test_weights_come_back_bit_for_bit(ranks, folders, tmp_path, family, layout)
 
 ELSEWHERE = ("qwen3", "qwen3_moe")
 """Families that `test_layouts` holds on every layout."""
-COMPARED = [(family, layout) for layout in ("tp1", "tp2+sp") for family in FAMILIES if family not in ELSEWHERE]
-
-
-OF_EACH_KIND = ("mistral", "qwen3_next", "deepseek_v3", "glm4_moe")
-"""Windows, states, latent attention, and routers with groups."""
+COMPARED = [
+    (family, layout)
+    for layout in ("tp1", "tp2+sp", "pp2", "cp2", "ep2", "tp2 ep2+sp")
+    for family in FAMILIES
+    if family not in ELSEWHERE and fits(family, layout)
+]
+ALWAYS_COMPARED = [
+    # Windows, states, latent attention, and routers with groups.
+    *((family, "tp2+sp") for family in ("mistral", "qwen3_next", "deepseek_v3", "glm4_moe")),
+    # Norms of outputs and rotation by kind of layer; sinks and experts with biases; states whose inputs lie apart.
+    *(("gemma3_text", layout) for layout in ("tp2+sp", "pp2")),
+    *(("gpt_oss", layout) for layout in ("pp2", "tp2 ep2+sp")),
+    *(("qwen3_5_text", "tp2+sp"), ("qwen3_5_moe_text", "ep2")),
+]
 
 
 # on one rank the layers compute the same without a split
-@pytest.mark.parametrize(
-    ("family", "layout"), partly_exhaustive(COMPARED, always=[(family, "tp2+sp") for family in OF_EACH_KIND])
-)
+@pytest.mark.parametrize(("family", "layout"), partly_exhaustive(COMPARED, always=ALWAYS_COMPARED))
 def test_logprobs_and_gradients_are_those_of_transformers(ranks, folders, tmp_path, family, layout):
     oracle = Oracle(folders[family])
     expected = oracle.infer(BATCH, [LOGPROBS])["logprobs"]
@@ -121,7 +128,13 @@ def test_scaled_rotary_embeddings_are_those_of_transformers(ranks, tmp_path, fam
 PLAIN_GLM = {"use_qk_norm": False, "attention_bias": False, "n_group": 1, "rope_parameters": {"rope_theta": 1e4}}
 
 
-@pytest.mark.parametrize(("family", "fields"), [("deepseek_v3", {}), ("glm4_moe", {}), ("glm4_moe", PLAIN_GLM)])
+MOONLIGHT = {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "n_shared_experts": 2}
+
+
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [("deepseek_v3", {}), ("deepseek_v3", MOONLIGHT), ("glm4_moe", {}), ("glm4_moe", PLAIN_GLM), ("glm4_moe_lite", {})],
+)
 def test_biases_of_routers_choose_experts_as_in_transformers(ranks, tmp_path, family, fields):
     folder = write_family(tmp_path, family, **fields)
     unbiased = Oracle(folder).infer(BATCH, [LOGPROBS])["logprobs"]
@@ -157,6 +170,11 @@ def test_other_rotary_embeddings_are_refused(ranks, tmp_path, family):
         open_model(ranks, write_family(tmp_path, family, rope_parameters=rope), "tp1")
 
 
+def test_experts_with_biases_are_refused_on_tensor_parallel_ranks(ranks, folders):
+    with pytest.raises(WorkerError, match=r"expert_tensor_parallel_size.*must be 1 for a gpt_oss model"):
+        open_model(ranks, folders["gpt_oss"], "tp2+sp")
+
+
 def test_a_family_without_a_mapping_is_refused_naming_the_plugin(ranks, tmp_path):
     folder = write_tiny_model(tmp_path, "gemma2")
     with pytest.raises(WorkerError, match=r"no weight mapping.*'gemma2'.*rl_megatron\.families"):
@@ -176,6 +194,27 @@ def test_a_layout_that_does_not_fit_the_model_is_refused(ranks, folders, layout,
     config = ModelConfig(model_name=str(folders["llama"]), precision="float32")
     with pytest.raises(WorkerError, match=message):
         PooledModel(ranks, "megatron_factories:build", config, ModelSpec(), num_ranks, **layout)
+
+
+def test_experts_that_files_stack_are_read_and_written_so(ranks, tmp_path):
+    folder = write_family(tmp_path / "model", "qwen3_5_moe_text")
+    expected = Oracle(folder).infer(BATCH, [LOGPROBS])["logprobs"]
+    weights = load_file(folder / "model.safetensors")
+    for layer in range(4):
+        theirs = f"model.layers.{layer}.mlp.experts"
+        gate, up, down = (
+            torch.stack([weights.pop(f"{theirs}.{expert}.{name}_proj.weight") for expert in range(4)])
+            for name in ("gate", "up", "down")
+        )
+        weights |= {f"{theirs}.gate_up_proj": torch.cat([gate, up], 1), f"{theirs}.down_proj": down}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with open_model(ranks, folder, "tp2 etp2 ep2+sp") as model:
+        found = model.infer(BATCH, [LOGPROBS]).ragged("logprobs").values
+        model.export(str(tmp_path / "exported"))
+    np.testing.assert_allclose(found, expected, atol=1e-5, rtol=1e-5)
+    exported = load_file(tmp_path / "exported" / "model.safetensors")
+    assert exported.keys() == weights.keys()
+    assert all(exported[name].equal(tensor) for name, tensor in weights.items())
 
 
 def test_the_families_that_a_run_need_not_check_are_those_held_here():

@@ -40,6 +40,7 @@ def open_model(ranks, folder, layout, **settings):
         ("qwen3", "tp2 pp2+sp"),
         ("qwen3_moe", "ep2"),
         ("deepseek_v3", "tp2 etp2 ep2+sp"),
+        ("gpt_oss", "tp2 ep2+sp"),
         pytest.param("llama", "dp2", marks=exhaustive),
     ],
 )
@@ -76,7 +77,7 @@ def test_every_rank_sends_what_adapters_add(ranks, apart, tmp_path):
 @pytest.mark.parametrize(
     ("family", "layout"),
     partly_exhaustive(
-        [("qwen3", "tp2 pp2+sp"), ("qwen3_moe", "ep2"), ("deepseek_v3", "tp2 etp2 ep2+sp")],
+        [("qwen3", "tp2 pp2+sp"), ("qwen3_moe", "ep2"), ("deepseek_v3", "tp2 etp2 ep2+sp"), ("gpt_oss", "ep2")],
         always=[("qwen3", "tp2 pp2+sp")],
     ),
 )

@@ -110,7 +110,7 @@ def shape_of(model: ReadingModel, weights: MegatronWeights, *, trains_routers: b
 
     def entries_for_one_token(maps: list[WeightMap]) -> int:
         """Return the entries of all matrices except of the experts that a token is not sent to."""
-        sizes = [(entry, prod(source.shape)) for entry in maps for source in entry.sources if len(source.shape) > 1]
+        sizes = [(entry, prod(each.part_shape)) for entry in maps for each in entry.sources if len(each.part_shape) > 1]
         dense = sum(size for entry, size in sizes if entry.over == "tp")
         experts = sum(size for entry, size in sizes if entry.over == "etp")
         # All experts of a model have one shape.

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_megatron.conversion.splits import (
+    Alternating,
     Blocks,
     Chunks,
     QueryKeyValue,
@@ -47,7 +48,7 @@ def check(split: Split, tensors, size):
     for rank, part in enumerate(parts):
         for rows, index, box in held_boxes(split, [tensor.shape for tensor in tensors], rank, size):
             place = tuple(slice(*span) for span in box)
-            assert torch.equal(part[rows], tensors[index][place])
+            assert torch.equal(split.in_file_order(part)[rows], tensors[index][place])
             times[index][place] += 1
     assert all((count == (size if split.dim is None else 1)).all() for count in times)
     return parts, sum(counts)
@@ -77,6 +78,15 @@ def test_gate_and_up_lie_below_each_other_on_each_rank(size, width):
     parts, num_read = check(gate_up(size * width), [gate, up], size)
     assert num_read == gate.numel() * 2
     assert all((part[:width] > 0).all() and (part[width:] < 0).all() for part in parts)
+
+
+@given(st.integers(1, 4), st.integers(1, 5))
+def test_rows_of_gate_and_up_that_alternate_lie_below_each_other_on_each_rank(size, width):
+    tensor = numbered(2 * size * width, HIDDEN)
+    parts, num_read = check(Alternating(size * width), [tensor], size)
+    assert num_read == tensor.numel()
+    assert torch.equal(torch.cat([part[:width] for part in parts]), tensor[::2])
+    assert torch.equal(torch.cat([part[width:] for part in parts]), tensor[1::2])
 
 
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3))

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from layouts import FAMILIES, write_family
+from layouts import FAMILIES, LATENT_FAMILIES, write_family
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
     _yarn_get_concentration_factor_from_config as concentration,
 )
@@ -18,6 +18,7 @@ from rl_megatron.checks import check_architecture
 from rl_megatron.config import MegatronConfig
 from rl_megatron.families.catalog import family_of
 from rl_megatron.families.rotary import inverse_frequencies, latent_settings, scaling_fields
+from rl_megatron.families.supported import rotary_kinds
 from rl_megatron.generation.plugin import MegatronGenerationConfig, check_layers
 
 THETA = {"rope_theta": 1e4}
@@ -40,7 +41,8 @@ LONGROPE = {
 }
 DYNAMIC = {**THETA, "rope_type": "dynamic", "factor": 4.0}
 HALF = {"partial_rotary_factor": 0.5}
-NO_LATENT = [family for family in FAMILIES if family != "deepseek_v3"]
+BY_KIND = "gemma3_text"
+NO_LATENT = [family for family in FAMILIES if family not in (*LATENT_FAMILIES, BY_KIND)]
 LENGTH = 40
 
 
@@ -85,6 +87,17 @@ def test_partly_rotated_heads_have_the_frequencies_of_transformers(tmp_path, fam
     rotary, config = rotary_of(write_family(tmp_path, family, rope_parameters=dict(rope), head_dim=16))
     found = inverse_frequencies(config, family_of(config).rotary_dim(config))
     torch.testing.assert_close(found, rotary.inv_freq, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("rope", [THETA, LINEAR, LLAMA3])
+def test_each_kind_of_layer_has_the_frequencies_of_transformers(tmp_path, rope):
+    parameters = {"full_attention": dict(rope), "sliding_attention": {**THETA, "rope_theta": 5e3}}
+    rotary, config = rotary_of(write_family(tmp_path, BY_KIND, rope_parameters=parameters))
+    assert rotary_kinds(config.rope_parameters) == ["full_attention", "sliding_attention"]
+    for kind in rotary_kinds(config.rope_parameters):
+        found = inverse_frequencies(config, family_of(config).rotary_dim(config), kind)
+        torch.testing.assert_close(found, getattr(rotary, f"{kind}_inv_freq"), rtol=1e-6, atol=0)
+    assert scaling_fields(config) == {}
 
 
 @pytest.mark.parametrize(

@@ -34,13 +34,21 @@ SMALL = {
 SP = {TP: 2, "sequence_parallel": True}
 WITHOUT_INTERLEAVE = {"rope_interleave": False}
 DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}}
-MIXED = {"layer_types": ["full_attention", "sliding_attention"] * 2, "sliding_window": 6, "use_sliding_window": True}
+CHUNKED = {"layer_types": ["full_attention", "chunked_attention"] * 2}
 YARN = {
     "rope_parameters": {
         "rope_type": "yarn",
         "rope_theta": 10000.0,
         "factor": 2.0,
         "original_max_position_embeddings": 64,
+    }
+}
+
+
+YARN_IN_FULL = {
+    "rope_parameters": {
+        "full_attention": YARN["rope_parameters"],
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
     }
 }
 
@@ -97,7 +105,15 @@ def seen_by_preflight(model: ModelConfig, settings: dict[str, Any]) -> list[str]
         ("deepseek_v3", {"num_experts_per_tok": 3}, {}, "best 2"),
         ("deepseek_v3", {"norm_topk_prob": False}, {}, "norm_topk_prob=False"),
         ("glm4_moe", {"norm_topk_prob": False}, {}, "norm_topk_prob=False"),
-        ("qwen2", MIXED, {}, "differ in attention (full_attention, sliding_attention)"),
+        ("qwen2", CHUNKED, {}, "layers of type chunked_attention"),
+        ("gpt_oss", {}, SP, "must be 1 for a gpt_oss model"),
+        ("gpt_oss", {"swiglu_alpha": 1.5}, {}, "swiglu_alpha=1.5"),
+        ("gpt_oss", {"attention_bias": False}, {}, "attention_bias=false"),
+        ("gemma3_text", {"hidden_activation": "gelu"}, {}, "hidden_activation=gelu"),
+        ("gemma3_text", {"final_logit_softcapping": 30.0}, {}, "final_logit_softcapping=30.0"),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, {}, "attn_logit_softcapping=50.0"),
+        ("gemma3_text", YARN_IN_FULL, {}, "of type 'yarn' in one kind of layers"),
+        ("qwen3_5_text", {"linear_num_key_heads": 1, "linear_num_value_heads": 2}, SP, "linear_num_key_heads (1)"),
         ("qwen3", DYNAMIC, {}, "of type 'dynamic'"),
         ("deepseek_v3", {**DYNAMIC}, {}, "of type 'dynamic'"),
     ],
@@ -115,6 +131,7 @@ def test_the_driver_refuses_what_building_the_model_would(
     ("family", "lora", "settings", "mention"),
     [
         ("gemma2", {}, {}, "no weight mapping for models of type 'gemma2'"),
+        ("nemotron_h", {}, {}, "models of type 'nemotron_h' are not supported: the Mamba layers"),
         ("qwen3", {}, {"recompute": "selective", "recompute_modules": ["moe"]}, "recompute_modules ['moe']"),
         ("qwen3", {"match_all_linear": False, "target_modules": ["c_attn"]}, {}, "'c_attn' is not a linear layer"),
         (
@@ -145,7 +162,9 @@ def test_a_layout_that_a_family_is_trained_on_is_accepted(tmp_path: Path, family
     for _, settings in layouts.values():
         if has_experts and settings.get(TP, 1) > 1:
             settings = {**settings, "sequence_parallel": True}
-        if family == "qwen3_next" and settings.get(TP, 1) > fields["linear_num_key_heads"]:
+        if settings.get(TP, 1) > fields.get("linear_num_key_heads", 4):
+            continue
+        if family == "gpt_oss" and settings.get(ETP, settings.get(TP, 1)) > 1:
             continue
         assert seen_by_driver(model, settings) == []
         assert seen_by_preflight(model, settings) == []

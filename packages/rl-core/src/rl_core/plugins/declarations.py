@@ -206,6 +206,11 @@ class BackendPlugin:
             family checks its case first.
         family_table: `"package:file"` with results of the self-check, which a run reads instead of checking again; as
             `rl_launch.doctor.family.FamilyTable` reads it. Empty if there are none.
+        converter: `"package.module:function"` of a training backend, called in the worker's environment with the folder
+            of a checkpoint that other programs wrote with the backend's library, an empty folder, and a folder or hub
+            name with the config and tokenizer of the model. It writes Hugging Face files and prints one JSON object:
+            `num_files`, `num_tensors` and `num_bytes`, and the folder that it read as `source`, or a `problem`. Empty
+            if it reads no such checkpoints.
     """
 
     name: str
@@ -235,6 +240,7 @@ class BackendPlugin:
     trains_draft_heads: bool = False
     held_families: frozenset[str] = frozenset()
     family_table: str = ""
+    converter: str = ""
 
     def preload_of(self, config: object, device: Device) -> Preload:
         """Return the modules that its workers import in any case, with this backend's config."""
@@ -368,8 +374,8 @@ class AlgorithmPlugin:
         generates: True if it needs rollouts; the config then has `policy.generation`.
         trains: True if it has a `run`; if not, it only evaluates.
         evaluates: True if it has an `evaluation` by rollouts.
-        with_tasks: Declaration of the runs of an algorithm without rollouts whose config has the section `eval`: they
-            generate, to score tasks as they train. None if its models cannot.
+        with_tasks: Function from the declaration of an algorithm without rollouts to the declaration of its runs whose
+            config has the section `eval`: they generate, to score tasks as they train. None if it does not support it.
         evaluates_in_training: Function from the resolved config to whether a run evaluates as it trains: the plan is
             then in its `Components`, and the environments of the plan are started next to the environments of its
             rollouts.
@@ -405,12 +411,17 @@ class AlgorithmPlugin:
     further: Callable[[Any], tuple[Requirement, ...]] = nothing_further
     trains: bool = True
     evaluates: bool = False
-    with_tasks: AlgorithmPlugin | None = None
+    with_tasks: Callable[[AlgorithmPlugin], AlgorithmPlugin] | None = None
     evaluates_in_training: Callable[[Any], bool] | None = None
     validation_metrics: Callable[[Any], Iterable[str] | None] | None = None
     without_validation: Mapping[str, Any] = field(default_factory=dict)
     checks: tuple[Callable[[Any], Iterable[Problem]], ...] = ()
     further_models: Callable[[Any], Mapping[str, str]] = no_models
+
+    @property
+    def scoring(self) -> AlgorithmPlugin | None:
+        """Declaration of its runs that score tasks as they train, if it differs; see `with_tasks`."""
+        return None if self.with_tasks is None else self.with_tasks(self)
 
     @property
     def root_keys(self) -> tuple[str, ...]:

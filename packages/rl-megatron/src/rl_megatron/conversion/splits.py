@@ -42,6 +42,11 @@ class Split(Protocol):
         that does not depend on the number of ranks."""
         return (part,)
 
+    def in_file_order(self, part: Tensor) -> Tensor:
+        """Return the rows of a part in an order in which neighbours are neighbours in a Hugging Face tensor; the part
+        itself unless a copy is needed."""
+        return part
+
     @property
     def dim(self) -> int | None:
         """Dim along which the parts are next to each other; None if every rank holds the whole parameter."""
@@ -162,6 +167,40 @@ def gate_up(width: int) -> Blocks:
 
 
 @dataclass(frozen=True)
+class Alternating(Split):
+    """Rows of a gate and of an up projection that alternate in one tensor. Each rank holds one chunk of both, one below
+    the other.
+
+    Args:
+        width: Rows of each.
+    """
+
+    width: int
+
+    def part(self, read: Reader, rank: int, size: int) -> Tensor:
+        """See `Split.part`."""
+        count = 2 * self.width // size
+        rows = read(0, (slice(rank * count, (rank + 1) * count),))
+        return torch.cat([rows[::2], rows[1::2]])
+
+    def join(self, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """See `Split.join`."""
+        return (torch.cat([self.in_file_order(part) for part in parts]),)
+
+    def divides(self, size: int) -> bool:
+        """See `Split.divides`."""
+        return self.width % size == 0
+
+    def slices(self, part: Tensor) -> tuple[Tensor, ...]:
+        """See `Split.slices`."""
+        return part.chunk(2)
+
+    def in_file_order(self, part: Tensor) -> Tensor:
+        """See `Split.in_file_order`."""
+        return torch.stack(part.chunk(2), 1).flatten(0, 1)
+
+
+@dataclass(frozen=True)
 class QueryKeyValue(Split):
     """Queries, keys and values by group: the queries that share a key, then that key, then its value.
 
@@ -237,9 +276,11 @@ class QueryKeyValue(Split):
         return torch.cat(parts)
 
 
-def held_boxes(split: Split, shapes: Sequence[Sequence[int]], rank: int, size: int) -> Iterator[tuple[slice, int, Box]]:
+def held_boxes(
+    split: Split, shapes: Sequence[Sequence[int]], rank: int, size: int, *, in_memory: bool = False
+) -> Iterator[tuple[slice, int, Box]]:
     """Yield the runs of rows of a rank's part that are rows of a Hugging Face tensor: the rows of the part, the number
-    of the tensor, and the place in it. Rows of padding are left out.
+    of the tensor, and the place in it. Rows are numbered in `Split.in_file_order`. Rows of padding are left out.
 
     They follow from `part` itself, called with the numbers of rows in place of their values.
 
@@ -248,6 +289,7 @@ def held_boxes(split: Split, shapes: Sequence[Sequence[int]], rank: int, size: i
         shapes: Shapes of the Hugging Face tensors.
         rank: Rank among those that the parameter is spread over.
         size: Number of these ranks.
+        in_memory: True if rows are numbered as the rank holds them instead.
     """
     columns: tuple[slice, ...] = ()
 
@@ -257,7 +299,8 @@ def held_boxes(split: Split, shapes: Sequence[Sequence[int]], rank: int, size: i
         rows = torch.arange(1, shapes[index][0] + 1, device="cpu")[slices[0] if slices else slice(None)]
         return (rows + index * _NEXT).view(-1, *(1 for _ in shapes[index][1:]))
 
-    numbers = split.part(read, rank, size).flatten()
+    numbers = split.part(read, rank, size)
+    numbers = (numbers if in_memory else split.in_file_order(numbers)).flatten()
     starts = [0, *(numbers.diff() != 1).nonzero().flatten().add(1).tolist(), len(numbers)]
     for start, stop in pairwise(starts):
         index, row = divmod(int(numbers[start]) - 1, _NEXT)

@@ -9,7 +9,10 @@ from transformers import PreTrainedConfig
 
 from rl_megatron.families.deepseek import DEEPSEEK_V3, GLM4_MOE
 from rl_megatron.families.dense import LLAMA, MISTRAL, QWEN2, QWEN3, Family
-from rl_megatron.families.experts import MIXTRAL, QWEN2_MOE, QWEN3_MOE, QWEN3_NEXT
+from rl_megatron.families.experts import MIXTRAL, QWEN2_MOE, QWEN3_5, QWEN3_5_MOE, QWEN3_MOE, QWEN3_NEXT
+from rl_megatron.families.gemma3 import GEMMA3
+from rl_megatron.families.gpt_oss import GPT_OSS
+from rl_megatron.families.supported import REFUSED
 
 GROUP = "rl_megatron.families"
 """Entry points through which other packages offer families. One that is named after Hugging Face's `model_type` is a
@@ -30,6 +33,11 @@ BUILT_IN: Mapping[str, Family] = {
     "mixtral": MIXTRAL,
     "deepseek_v3": DEEPSEEK_V3,
     "glm4_moe": GLM4_MOE,
+    "glm4_moe_lite": DEEPSEEK_V3,
+    "gpt_oss": GPT_OSS,
+    "gemma3_text": GEMMA3,
+    "qwen3_5_text": QWEN3_5,
+    "qwen3_5_moe_text": QWEN3_5_MOE,
 }
 """Model type to its family."""
 
@@ -51,6 +59,10 @@ def family_of(config: PreTrainedConfig) -> Family:
             found = entry.load()(config)
         if found is not None:
             return found
+    if kind in REFUSED:
+        raise ValueError(
+            f"model_name: models of type {kind!r} are not supported: {REFUSED[kind]}; train with rl-dtensor"
+        )
     raise ValueError(
         f"model_name: rl-megatron has no weight mapping for models of type {kind!r}; it has {', '.join(BUILT_IN)}. "
         f"Install a package with an entry point named {kind!r} or {ANY!r} in the group {GROUP!r} (such as "

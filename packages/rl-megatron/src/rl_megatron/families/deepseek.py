@@ -1,7 +1,7 @@
-"""DeepSeek-V3, and GLM-4.5, which shares its mixture of experts.
+"""DeepSeek-V3 and Moonlight, and GLM-4.5 to 4.7, which share their mixture of experts.
 
-DeepSeek-V3 has multi-head latent attention; GLM-4.5 has grouped-query attention that rotates part of each head. The
-experts of both have sigmoid scores, a correction bias, groups of experts and shared experts.
+DeepSeek-V3 and GLM-4.7-Flash have multi-head latent attention; the other GLM models have grouped-query attention that
+rotates part of each head. All have experts with sigmoid scores, a correction bias, groups and shared experts.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _sigmoid_settings(config: HFConfig) -> dict[str, Any]:
         "moe_router_topk": config.num_experts_per_tok,
         "moe_ffn_hidden_size": config.moe_intermediate_size,
         "moe_shared_expert_intermediate_size": config.moe_intermediate_size * config.n_shared_experts,
-        "moe_layer_freq": [int(layer >= config.first_k_dense_replace) for layer in range(config.num_hidden_layers)],
+        "moe_layer_freq": [int(_has_experts(config, layer)) for layer in range(config.num_hidden_layers)],
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
         "moe_router_topk_scaling_factor": config.routed_scaling_factor,
@@ -42,11 +42,16 @@ def _sigmoid_settings(config: HFConfig) -> dict[str, Any]:
     return {**settings, "moe_router_num_groups": config.n_group, "moe_router_group_topk": config.topk_group}
 
 
+def _has_experts(config: HFConfig, layer: int) -> bool:
+    kinds = config.to_dict().get("mlp_layer_types")
+    return bool(layer >= config.first_k_dense_replace if kinds is None else kinds[layer] == "sparse")
+
+
 def _sigmoid_maps(config: HFConfig, layer: int) -> list[WeightMap]:
     """Return the maps of the experts of a layer, or of the MLP of a dense one."""
     ours, theirs = f"decoder.layers.{layer}.mlp", f"model.layers.{layer}.mlp"
     hidden, num_experts, width = config.hidden_size, config.n_routed_experts, config.moe_intermediate_size
-    if layer < config.first_k_dense_replace:
+    if not _has_experts(config, layer):
         return dense.mlp_maps(hidden, config.intermediate_size, ours, theirs)
     source = HFTensor(f"{theirs}.gate.e_score_correction_bias", (num_experts,))
     bias = WeightMap(f"{ours}.router.expert_bias", (source,), Whole(), dtype="float32")

@@ -13,8 +13,9 @@ from transformers import PreTrainedConfig
 from rl_core.facts.hf_config import HFConfig
 from rl_megatron.conversion.splits import Chunks, QueryKeyValue, Split, Vocabulary, Whole, gate_up
 from rl_megatron.conversion.weight_map import HFTensor, WeightMap
-from rl_megatron.families.supported import LINEAR_ATTENTION, activation_problem, bias_problem, refuse, window_problem
+from rl_megatron.families.supported import SLIDING_ATTENTION, activation_problem, bias_problem, refuse, window_problem
 
+NORMS = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm"}
 PROJECTIONS = {name: f"{name}_proj" for name in ("gate", "up", "down")}
 
 
@@ -27,11 +28,19 @@ class Family:
             `MLATransformerConfig` if `multi_latent_attention` is among them).
         weights: Function from the Hugging Face config to the maps of all weights of the whole model except its head.
         rotary_dim: Function from the Hugging Face config to the dims of a head that rotary embedding turns.
+        embedding_scale: Function from the Hugging Face config to the number that embeddings are multiplied by; None if
+            there is none.
+        has_output_norms: True if the outputs of attention and of the MLP are normed before they are added
+            (`self_attn_bda.norm`, `mlp_bda.norm`).
+        is_linear_attention_by_head: True if the inputs of linear attention are in one tensor, head by head.
     """
 
     settings: Callable[[PreTrainedConfig], Mapping[str, Any]]
     weights: Callable[[PreTrainedConfig], list[WeightMap]]
     rotary_dim: Callable[[PreTrainedConfig], int]
+    embedding_scale: Callable[[PreTrainedConfig], float] | None = None
+    has_output_norms: bool = False
+    is_linear_attention_by_head: bool = True
 
 
 def head_dim(config: HFConfig) -> int:
@@ -46,18 +55,20 @@ def partial_rotary_dim(config: HFConfig) -> int:
 
 def common_settings(config: HFConfig) -> dict[str, Any]:
     """Return the fields of Megatron's config that all families share: RMS norm, SwiGLU, no biases."""
-    refuse(activation_problem(config.to_dict()))
+    fields = config.to_dict()
+    refuse(activation_problem(fields))
     return {
         "num_layers": config.num_hidden_layers,
         "hidden_size": config.hidden_size,
-        "ffn_hidden_size": config.intermediate_size,
+        # A model whose every layer has experts may have no other size.
+        "ffn_hidden_size": fields.get("intermediate_size") or fields["moe_intermediate_size"],
         "num_attention_heads": config.num_attention_heads,
         "normalization": "RMSNorm",
         "layernorm_epsilon": config.rms_norm_eps,
         "gated_linear_unit": True,
         "activation_func": F.silu,
         "add_bias_linear": False,
-        "attention_dropout": config.to_dict().get("attention_dropout") or 0.0,
+        "attention_dropout": fields.get("attention_dropout") or 0.0,
         "hidden_dropout": 0.0,
     }
 
@@ -77,16 +88,17 @@ def grouped_query_settings(config: HFConfig) -> dict[str, Any]:
     """Return the fields for grouped-query attention, with or without biases."""
     settings = config.to_dict()
     common = common_settings(config)
-    kinds = set(settings.get("layer_types") or []) - {LINEAR_ATTENTION}
+    kinds = settings.get("layer_types") or []
     refuse(window_problem(settings))
-    is_sliding = kinds == {"sliding_attention"} if kinds else settings.get("use_sliding_window", True)
+    is_sliding = SLIDING_ATTENTION in kinds if kinds else settings.get("use_sliding_window", True)
     window = settings.get("sliding_window")
     return {
         **common,
         "num_query_groups": config.num_key_value_heads,
         "kv_channels": head_dim(config),
-        # Numbers of visible tokens before and after each token, the same in all layers of softmax attention.
+        # Numbers of visible tokens before and after each token, and the layers that do not see all tokens.
         "window_size": (window - 1, 0) if window and is_sliding else None,
+        "window_attn_skip_freq": [int(kind == SLIDING_ATTENTION) for kind in kinds] or None,
     }
 
 
@@ -95,19 +107,20 @@ def single_map(target: str, source: str, shape: tuple[int, ...], split: Split) -
     return WeightMap(target, (HFTensor(source, shape),), split)
 
 
-def model_maps(config: HFConfig, layer_maps: Callable[[Any, int], list[WeightMap]]) -> list[WeightMap]:
-    """Return the maps of a whole model except its head: the embedding, the layers with two norms each, and the last
-    norm.
+def model_maps(
+    config: HFConfig, layer_maps: Callable[[Any, int], list[WeightMap]], norms: Mapping[str, str] = NORMS
+) -> list[WeightMap]:
+    """Return the maps of a whole model except its head: the embedding, the layers with their norms, and the last norm.
 
     Args:
         config: Hugging Face config of the model.
         layer_maps: Function from the config and the number of a layer to the maps of its other weights.
+        norms: Name of each norm of a layer in Megatron, to its name in files.
     """
     vocab, hidden = config.vocab_size, config.hidden_size
     embedding = "embedding.word_embeddings.weight"
     maps = [single_map(embedding, "model.embed_tokens.weight", (vocab, hidden), Vocabulary(vocab))]
     for layer in range(config.num_hidden_layers):
-        norms = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm"}
         for ours, theirs in norms.items():
             target, source = f"decoder.layers.{layer}.{ours}.weight", f"model.layers.{layer}.{theirs}.weight"
             maps.append(single_map(target, source, (hidden,), Whole()))
@@ -116,7 +129,13 @@ def model_maps(config: HFConfig, layer_maps: Callable[[Any, int], list[WeightMap
 
 
 def attention_maps(
-    config: HFConfig, layer: int, *, has_bias: bool = False, has_norms: bool = False, has_gates: bool = False
+    config: HFConfig,
+    layer: int,
+    *,
+    has_bias: bool = False,
+    has_output_bias: bool = False,
+    has_norms: bool = False,
+    has_gates: bool = False,
 ) -> list[WeightMap]:
     """Return the maps of grouped-query attention.
 
@@ -124,6 +143,7 @@ def attention_maps(
         config: Hugging Face config of the model.
         layer: Number of the layer, from 0.
         has_bias: True if queries, keys and values have biases.
+        has_output_bias: True if the output has biases.
         has_norms: True if the heads of queries and keys are normed.
         has_gates: True if the heads' outputs have gates, which are rows of the queries' matrix.
     """
@@ -135,6 +155,8 @@ def attention_maps(
     sources = tuple(HFTensor(f"{theirs}.{name}_proj.weight", (count, hidden)) for name, count in rows.items())
     output = single_map(f"{ours}.linear_proj.weight", f"{theirs}.o_proj.weight", (hidden, width), Chunks(width, dim=1))
     maps = [WeightMap(f"{ours}.linear_qkv.weight", sources, split), output]
+    if has_output_bias:
+        maps.append(single_map(f"{ours}.linear_proj.bias", f"{theirs}.o_proj.bias", (hidden,), Whole()))
     if has_bias:
         biases = tuple(HFTensor(f"{theirs}.{name}_proj.bias", (count,)) for name, count in rows.items())
         maps.append(WeightMap(f"{ours}.linear_qkv.bias", biases, split))

@@ -1,11 +1,13 @@
-"""Qwen2-MoE, Qwen3-MoE, Qwen3-Next and Mixtral.
+"""Qwen2-MoE, Qwen3-MoE, Qwen3-Next, Qwen3.5 and Mixtral.
 
-Qwen3-Next has linear attention in most layers, gated attention in the others, and experts with a gated shared one.
+Qwen3-Next and Qwen3.5 have linear attention in most layers, gated attention in the others, and experts with a gated
+shared one, or in dense models of Qwen3.5 an MLP.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -43,6 +45,7 @@ def routed_maps(
 
 
 def _qwen_settings(config: HFConfig, **further: Any) -> dict[str, Any]:
+    fields = config.to_dict()
     return {
         **dense.dense_settings(config),
         "num_moe_experts": config.num_experts,
@@ -50,14 +53,15 @@ def _qwen_settings(config: HFConfig, **further: Any) -> dict[str, Any]:
         "moe_ffn_hidden_size": config.moe_intermediate_size,
         "moe_layer_freq": [int(_has_experts(config, layer)) for layer in range(config.num_hidden_layers)],
         # Softmax is over all experts without renormalisation, or over the chosen ones.
-        "moe_router_pre_softmax": not config.norm_topk_prob,
+        "moe_router_pre_softmax": not fields.get("norm_topk_prob", True),
         **further,
     }
 
 
 def _has_experts(config: HFConfig, layer: int) -> bool:
-    is_step = config.num_experts > 0 and (layer + 1) % config.decoder_sparse_step == 0
-    return is_step and layer not in config.mlp_only_layers
+    fields = config.to_dict()
+    is_step = config.num_experts > 0 and (layer + 1) % fields.get("decoder_sparse_step", 1) == 0
+    return is_step and layer not in fields.get("mlp_only_layers", ())
 
 
 def _qwen_maps(
@@ -101,11 +105,10 @@ def _shared_expert_maps(config: HFConfig) -> list[WeightMap]:
     return maps
 
 
-def _qwen3_next_settings(config: HFConfig) -> Mapping[str, Any]:
+def _gated_settings(config: HFConfig) -> Mapping[str, Any]:
+    """Return the fields for linear attention in most layers and gated attention in the others."""
     same = ("conv_kernel_dim", "key_head_dim", "value_head_dim", "num_key_heads", "num_value_heads")
     return {
-        **_qwen_settings(config),
-        **_shared_expert_settings(config),
         "qk_layernorm": True,
         "layernorm_zero_centered_gamma": True,
         "attention_output_gate": True,
@@ -114,27 +117,44 @@ def _qwen3_next_settings(config: HFConfig) -> Mapping[str, Any]:
     }
 
 
-def _mixer_maps(config: HFConfig, layer: int) -> list[WeightMap]:
-    """Return the maps of a layer's attention, linear or gated."""
+def _mixer_maps(config: HFConfig, layer: int, *, is_by_head: bool) -> list[WeightMap]:
+    """Return the maps of a layer's attention, linear or gated.
+
+    Args:
+        config: Hugging Face config of the model.
+        layer: Number of the layer, from 0.
+        is_by_head: True if the inputs of linear attention are in one tensor, head by head; False if each has its own.
+    """
     if config.layer_types[layer] != LINEAR_ATTENTION:
         return dense.attention_maps(config, layer, has_norms=True, has_gates=True)
     ours, theirs = f"decoder.layers.{layer}.self_attention", f"model.layers.{layer}.linear_attn"
     hidden, heads = config.hidden_size, config.linear_num_value_heads
     keys = config.linear_num_key_heads * config.linear_key_head_dim
     values = heads * config.linear_value_head_dim
-    projected = {"in_proj_qkvz": 2 * (keys + values), "in_proj_ba": 2 * heads}
-    inputs = tuple(HFTensor(f"{theirs}.{name}.weight", (count, hidden)) for name, count in projected.items())
+    projected: dict[str, tuple[int, ...]]
+    if is_by_head:
+        projected = {"in_proj_qkvz": (2 * (keys + values),), "in_proj_ba": (2 * heads,)}
+    else:
+        projected = {"in_proj_qkv": (keys, keys, values), "in_proj_z": (values,)}
+        projected |= {"in_proj_b": (heads,), "in_proj_a": (heads,)}
+    inputs = tuple(HFTensor(f"{theirs}.{name}.weight", (sum(rows), hidden)) for name, rows in projected.items())
     kernel = (2 * keys + values, 1, config.linear_conv_kernel_dim)
     norm = (config.linear_value_head_dim,)
     output = Chunks(values, dim=1)
     return [
-        WeightMap(f"{ours}.in_proj.weight", inputs, Blocks(tuple((count,) for count in projected.values()))),
+        WeightMap(f"{ours}.in_proj.weight", inputs, Blocks(tuple(projected.values()))),
         dense.single_map(f"{ours}.conv_weight", f"{theirs}.conv1d.weight", kernel, Blocks(((keys, keys, values),))),
         dense.single_map(f"{ours}.A_log", f"{theirs}.A_log", (heads,), Chunks(heads)),
         dense.single_map(f"{ours}.dt_bias", f"{theirs}.dt_bias", (heads,), Chunks(heads)),
         dense.single_map(f"{ours}.norm_weight", f"{theirs}.norm.weight", norm, Whole()),
         dense.single_map(f"{ours}.out_proj.weight", f"{theirs}.out_proj.weight", (hidden, values), output),
     ]
+
+
+def _qwen3_5_layer_maps(config: HFConfig, layer: int) -> list[WeightMap]:
+    ours, theirs = f"decoder.layers.{layer}.mlp", f"model.layers.{layer}.mlp"
+    mixer = _mixer_maps(config, layer, is_by_head=False)
+    return [*mixer, *dense.mlp_maps(config.hidden_size, config.intermediate_size, ours, theirs)]
 
 
 def _mixtral_settings(config: HFConfig) -> Mapping[str, Any]:
@@ -167,6 +187,19 @@ QWEN3_MOE = dense.Family(
     dense.head_dim,
 )
 QWEN3_NEXT = dense.Family(
-    _qwen3_next_settings, partial(_qwen_maps, mixer_maps=_mixer_maps, has_shared=True), dense.partial_rotary_dim
+    lambda config: {**_qwen_settings(config), **_shared_expert_settings(config), **_gated_settings(config)},
+    partial(_qwen_maps, mixer_maps=partial(_mixer_maps, is_by_head=True), has_shared=True),
+    dense.partial_rotary_dim,
+)
+QWEN3_5_MOE = replace(
+    QWEN3_NEXT,
+    weights=partial(_qwen_maps, mixer_maps=partial(_mixer_maps, is_by_head=False), has_shared=True),
+    is_linear_attention_by_head=False,
+)
+QWEN3_5 = dense.Family(
+    lambda config: dense.dense_settings(config, **_gated_settings(config)),
+    lambda config: dense.model_maps(config, _qwen3_5_layer_maps),
+    dense.partial_rotary_dim,
+    is_linear_attention_by_head=False,
 )
 MIXTRAL = dense.Family(_mixtral_settings, _mixtral_maps, dense.head_dim)

@@ -14,22 +14,24 @@ from rl_core.facts.hf_config import HFConfig
 from rl_megatron.families.supported import rope_problem
 
 
-def inverse_frequencies(config: HFConfig, dim: int) -> Tensor:
+def inverse_frequencies(config: HFConfig, dim: int, kind_of_layer: str | None = None) -> Tensor:
     """Return float32 `[dim / 2]`.
 
     Args:
         config: Hugging Face config of a model without latent attention.
         dim: Dims of a head that are rotated.
+        kind_of_layer: Kind among the config's `layer_types` whose parameters to use; None if all layers have the same.
 
     Raises:
         ValueError: For a rotary embedding that Megatron's layers do not compute.
     """
     _check_rope(config)
-    parameters = config.rope_parameters
+    parameters = config.rope_parameters if kind_of_layer is None else config.rope_parameters[kind_of_layer]
     kind = parameters["rope_type"]
     if kind == "default":
         return 1.0 / (parameters["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float) / dim))
-    frequencies, _ = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+    given = {} if kind_of_layer is None else {"layer_type": kind_of_layer}
+    frequencies, _ = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), **given)
     if 2 * len(frequencies) != dim:
         raise ValueError(
             f"rotary embedding of type {kind!r} has {len(frequencies)} frequencies for {dim} dims of a "
@@ -45,7 +47,8 @@ def scaling_fields(config: HFConfig) -> Mapping[str, float]:
         config: Hugging Face config of a model without latent attention.
     """
     rope = config.rope_parameters
-    if rope["rope_type"] != "yarn":
+    # Types that scale are refused if layers differ.
+    if rope.get("rope_type") != "yarn":
         return {}
     _, attention_factor = ROPE_INIT_FUNCTIONS["yarn"](config, torch.device("cpu"))
     factor = rope["factor"]

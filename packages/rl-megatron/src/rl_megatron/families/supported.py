@@ -19,11 +19,21 @@ Fields = Mapping[str, Any]
 LINEAR_ATTENTION = "linear_attention"
 """Name of a layer without softmax attention among Hugging Face's `layer_types`."""
 
+FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"
+"""Names of a layer whose tokens see all tokens before them, and of one whose tokens see the next ones before them."""
+
 GROUP_TOP = 2
 """Experts of a group whose summed scores rank it, in transformers."""
 
-SHARED_GATED = ("qwen2_moe", "qwen3_next")
-SIGMOID_ROUTED = ("deepseek_v3", "glm4_moe")
+QUICK_GELU_ALPHA = 1.702
+"""Gain of the sigmoid in the only activation of gpt-oss that Megatron has."""
+
+GELU = "gelu_pytorch_tanh"
+"""Activation of Gemma."""
+
+SHARED_GATED = ("qwen2_moe", "qwen3_next", "qwen3_5_moe_text")
+LINEAR = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+SIGMOID_ROUTED = ("deepseek_v3", "glm4_moe", "glm4_moe_lite")
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Types of rotary embeddings whose frequencies depend only on the config, not on the length of rows."""
@@ -31,7 +41,16 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 LATENT_ROPE_TYPES = ("default", "yarn")
 """Types for multi-head latent attention, which makes its own rotary embedding."""
 
-WHOLE_FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "deepseek_v3")
+ROPE_TYPES_BY_KIND = ("default", "linear", "llama3")
+"""Types for models whose kinds of layers rotate differently: Megatron scales the angles of all layers alike."""
+
+ROTATED_BY_KIND = ("gemma3_text",)
+"""Model types whose kinds of layers rotate differently."""
+
+WHOLE_FAMILIES = (
+    *("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "deepseek_v3", "glm4_moe_lite"),
+    *("gpt_oss", "gemma3_text"),
+)
 """Model types that rotate whole heads, whatever `partial_rotary_factor` is."""
 
 
@@ -45,7 +64,11 @@ def architecture_problems(fields: Fields, backend: MegatronConfig, family: Field
     """
     if not fields:
         return
-    for rule in RULES.get(str(fields.get("model_type")), ()):
+    kind = str(fields.get("model_type"))
+    if kind in REFUSED:
+        reason = f"is a {kind} model, which rl-megatron does not support: {REFUSED[kind]}"
+        yield Problem("model_name", reason, remedy="Train with dtensor_cfg instead of megatron_cfg")
+    for rule in RULES.get(kind, ()):
         if problem := rule(fields):
             yield problem
     if problem := rope_problem(fields):
@@ -88,7 +111,11 @@ def rope_problem(fields: Fields) -> Problem | None:
     is_latent = bool(fields.get("kv_lora_rank"))
     types = LATENT_ROPE_TYPES if is_latent else ROPE_TYPES
     share = rope.get("partial_rotary_factor", fields.get("partial_rotary_factor"))
-    if any(isinstance(each, Mapping) for each in rope.values()):
+    kinds = [_rope_type(rope[name]) for name in rotary_kinds(rope) if name is not None]
+    others = sorted(set(kinds) - set(ROPE_TYPES_BY_KIND))
+    if others:
+        found, known = f"of type {others[0]!r} in one kind of layers", ", ".join(ROPE_TYPES_BY_KIND)
+    elif kinds and fields.get("model_type") not in ROTATED_BY_KIND:
         found, known = "with parameters for each kind of layer", "the same parameters in all layers"
     elif kind not in types:
         found, known = f"of type {kind!r}", ", ".join(types)
@@ -108,6 +135,16 @@ def rope_problem(fields: Fields) -> Problem | None:
         remedy="Set rope_parameters in hf_config_overrides, or choose another backend: dtensor_cfg for training, vllm "
         "for generation",
     )
+
+
+def rotary_kinds(rope: Mapping[str, Any]) -> list[str | None]:
+    """Return the kinds of layers that have rotary parameters of their own, in order; None for all layers if they have
+    the same.
+
+    Args:
+        rope: `rope_parameters` of a Hugging Face config.
+    """
+    return sorted(name for name, each in rope.items() if isinstance(each, Mapping)) or [None]
 
 
 def fusion_problem(fields: Fields, megatron_kwargs: Mapping[str, Any]) -> Problem | None:
@@ -132,10 +169,32 @@ def bias_problem(fields: Fields) -> Problem | None:
 
 
 def window_problem(fields: Fields) -> Problem | None:
-    """Return the problem of layers of softmax attention that do not all see the same tokens."""
-    kinds = sorted(set(fields.get("layer_types") or []) - {LINEAR_ATTENTION})
-    reason = f"layers that differ in attention ({', '.join(kinds)})"
-    return _unsupported(fields, reason, "one kind of attention in all layers") if len(kinds) > 1 else None
+    """Return the problem of layers with another kind of attention than full, sliding and linear."""
+    known = (FULL_ATTENTION, SLIDING_ATTENTION, LINEAR_ATTENTION)
+    kinds = sorted(set(fields.get("layer_types") or []).difference(known))
+    return _unsupported(fields, f"layers of type {', '.join(kinds)}", ", ".join(known)) if kinds else None
+
+
+def without_bias_problem(fields: Fields) -> Problem | None:
+    """Return the problem of attention without biases next to experts with biases: Megatron has one field for both."""
+    return None if fields.get("attention_bias", True) else _unsupported(fields, "attention_bias=false", "true")
+
+
+def activation_alpha_problem(fields: Fields) -> Problem | None:
+    """Return the problem of another gain in the activation of gpt-oss than the one that Megatron has."""
+    alpha = fields.get("swiglu_alpha", QUICK_GELU_ALPHA)
+    return None if alpha == QUICK_GELU_ALPHA else _unsupported(fields, f"swiglu_alpha={alpha}", str(QUICK_GELU_ALPHA))
+
+
+def gemma_problem(fields: Fields) -> Problem | None:
+    """Return the problem of fields of Gemma that change the computation of its layers."""
+    activation = fields.get("hidden_activation") or GELU
+    if activation != GELU:
+        return _unsupported(fields, f"hidden_activation={activation}", GELU)
+    for name in ("use_bidirectional_attention", "attn_logit_softcapping", "final_logit_softcapping"):
+        if value := fields.get(name):
+            return _unsupported(fields, f"{name}={value}", "null")
+    return None
 
 
 def interleave_problem(fields: Fields) -> Problem | None:
@@ -185,11 +244,23 @@ _SIGMOID: tuple[Rule, ...] = (group_problem, norm_problem)
 RULES: Mapping[str, tuple[Rule, ...]] = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), _DENSE),
     **dict.fromkeys(("qwen2_moe", "qwen3_moe", "qwen3_next", "mixtral"), _DENSE),
-    "deepseek_v3": (bias_problem, activation_problem, interleave_problem, *_SIGMOID),
+    **dict.fromkeys(
+        ("deepseek_v3", "glm4_moe_lite"), (bias_problem, activation_problem, interleave_problem, *_SIGMOID)
+    ),
     "glm4_moe": (*_GROUPED, *_SIGMOID),
+    "gpt_oss": (*_GROUPED, without_bias_problem, activation_alpha_problem),
+    "gemma3_text": (*_DENSE, gemma_problem),
+    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), _DENSE),
 }
 """Type of each model that this package has weight maps for, to the rules for flags that change the computation of its
 layers in a way that Megatron's layers do not follow. Its family's settings call the same rules."""
+
+
+REFUSED: Mapping[str, str] = {
+    "nemotron_h": "the Mamba layers of megatron-core 0.16.1 run only on the CUDA kernels of mamba-ssm and "
+    "causal-conv1d, so that no test can compare them with transformers"
+}
+"""Types of models that are refused, and the reason."""
 
 
 def sizes_of(fields: Fields, family: Fields | None) -> tuple[Mapping[str, int], int, bool]:
@@ -202,7 +273,7 @@ def sizes_of(fields: Fields, family: Fields | None) -> tuple[Mapping[str, int], 
     """
     kind = str(fields.get("model_type"))
     names = ["num_attention_heads", "intermediate_size"]
-    if kind == "qwen3_next":
+    if kind in LINEAR:
         names += ["linear_num_key_heads", "linear_num_value_heads"]
     shared = {name: fields[name] for name in names if fields.get(name)}
     if family is not None:
@@ -221,7 +292,7 @@ def sizes_of(fields: Fields, family: Fields | None) -> tuple[Mapping[str, int], 
 def _layout_problems(fields: Fields, backend: MegatronConfig, family: Fields | None) -> Iterator[Problem]:
     kind = str(fields.get("model_type"))
     shared, num_experts, has_router_biases = sizes_of(fields, family)
-    expert_size = fields.get("intermediate_size" if kind == "mixtral" else "moe_intermediate_size") or 0
+    expert_size = fields.get("intermediate_size" if kind in ("mixtral", "gpt_oss") else "moe_intermediate_size") or 0
     tensor, expert = backend.tensor_model_parallel_size, backend.expert_model_parallel_size
     given = backend.expert_tensor_parallel_size
     expert_tensor_key = "tensor_model_parallel_size" if given is None else "expert_tensor_parallel_size"
@@ -244,6 +315,10 @@ def _layout_problems(fields: Fields, backend: MegatronConfig, family: Fields | N
         cause = "each tensor-parallel rank then routes its own tokens"
         reason = f"above 1 for a mixture of experts needs sequence_parallel=true: {cause}"
         yield Problem(key, reason, got=tensor, remedy=f"Set {KEY}.sequence_parallel=true, or this key to 1")
+    if kind == "gpt_oss" and (given or tensor) > 1:
+        reason = "must be 1 for a gpt_oss model, because Megatron does not spread experts with biases over ranks"
+        remedy = f"Set it to 1, and {KEY}.expert_model_parallel_size to 2 or more"
+        yield Problem(f"{KEY}.expert_tensor_parallel_size", reason, got=given or tensor, remedy=remedy)
     if backend.moe_router_bias_update_rate and not has_router_biases:
         reason = f"has no effect: routers of {kind} models have no biases"
         yield Problem(f"{KEY}.moe_router_bias_update_rate", reason, remedy="Set it to 0")

@@ -36,6 +36,7 @@ from rl_core.torch.transport.digest import digest
 from rl_core.weights import Manifest
 from rl_megatron import cpu_shim
 from rl_megatron.config import MegatronConfig
+from rl_megatron.conversion.weight_map import WeightMap, by_tensor, whole_tensors
 from rl_megatron.generation.batch import StaticBatch
 from rl_megatron.generation.plugin import LINEAR_PROBLEM, MegatronGenerationConfig
 from rl_megatron.model.build import build_model
@@ -136,7 +137,10 @@ class MegatronAdoption:
         self._held = weights.held
         self._manifest = manifest
         self._maps = [entry for entry in weights.maps if entry.copy_of is None]
-        self._map_of = {source.name: entry for entry in self._maps for source in entry.sources}
+        self._maps_of: dict[str, list[WeightMap]] = {}
+        for entry in self._maps:
+            for source in entry.sources:
+                self._maps_of.setdefault(source.name, []).append(entry)
         self._arrived: dict[str, dict[str, Tensor]] = {}
         self._digests: dict[str, str] = {}
         shapes = {spec.name: spec.shape for spec in manifest.tensors}
@@ -152,20 +156,25 @@ class MegatronAdoption:
     @torch.no_grad()
     def take(self, name: str, tensor: Tensor) -> None:
         """Write the parameter that is made of the tensor of this name, once its other tensors are there too."""
-        entry = self._map_of[name]
+        entry, *others = self._maps_of[name]
         target = self._held[entry.target]
         wanted = tensor.to(target.dtype)
         self._digests[name] = digest(wanted)
-        arrived = self._arrived.setdefault(entry.target, {})
-        # The sender's buffer is overwritten once this returns.
-        arrived[name] = wanted.clone() if len(entry.sources) > 1 else wanted
-        if len(arrived) == len(entry.sources):
-            del self._arrived[entry.target]
-            sources = [arrived[source.name] for source in entry.sources]
-            target.copy_(entry.split.part(lambda index, slices: sources[index][slices], 0, 1))
+        for each in (entry, *others):
+            self._write(each, name, wanted)
         head = self._model.head_parameter()
         if self._manifest.tied.get(LM_HEAD) == name and head is not target:
             head.copy_(wanted)
+
+    def _write(self, entry: WeightMap, name: str, wanted: Tensor) -> None:
+        """Write a parameter of this tensor, once its other tensors are there too."""
+        arrived = self._arrived.setdefault(entry.target, {})
+        # The sender's buffer is overwritten after this call.
+        arrived[name] = wanted.clone() if len(entry.sources) > 1 else wanted
+        if len(arrived) == len(entry.sources):
+            del self._arrived[entry.target]
+            parts = [source.part_of(arrived[source.name]) for source in entry.sources]
+            self._held[entry.target].copy_(entry.split.part(lambda index, slices: parts[index][slices], 0, 1))
 
     @torch.no_grad()
     def verify(self) -> None:
@@ -176,9 +185,9 @@ class MegatronAdoption:
             WeightSyncError: If one is not, with the names of its Hugging Face tensors.
         """
         stale = set()
-        for entry in self._maps:
-            joined = entry.split.join([self._held[entry.target].detach()])
-            for source, found in zip(entry.sources, joined, strict=True):
+        for group in by_tensor(self._maps):
+            joined = whole_tensors(group, [each.split.join([self._held[each.target].detach()]) for each in group])
+            for source, found in zip(group[0].sources, joined, strict=True):
                 # A tensor that never arrived has no digest, so that no tensor equals it.
                 if digest(found.contiguous()) != self._digests.get(source.name):
                     stale.add(source.name)

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from megatron.core.activations import quick_gelu
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig
@@ -126,7 +128,10 @@ def fusions(
     has_experts = "num_moe_experts" in family
     asks = backend.megatron_kwargs.get
     # Megatron takes one of two fused activations; only its own multiplies by the weights of experts as well.
-    has_te_activation = has_te and not has_experts and not asks("bias_activation_fusion")
+    has_silu = family.get("activation_func") is F.silu
+    has_te_activation = has_te and has_silu and not has_experts and not asks("bias_activation_fusion")
+    # Megatron fuses the activations of gpt-oss and of most families, but not the approximate GELU of Gemma.
+    fits_activation = has_silu or family.get("activation_func") is quick_gelu
     # Megatron calls the kernel for latent attention experimental; `megatron_kwargs` can turn it on.
     is_latent = family.get("multi_latent_attention", False)
     fits_rope = not is_latent and fusion_problem(hf.to_dict(), {"apply_rope_fusion": True}) is None
@@ -134,8 +139,9 @@ def fusions(
     fits_router = not backend.moe_router_replay and backend.moe_router_dtype == "fp32"
     return {
         "apply_rope_fusion": has_te and fits_rope,
-        "bias_activation_fusion": is_cuda and not asks("use_te_activation_func", has_te_activation),
-        "bias_dropout_fusion": is_cuda,
+        "bias_activation_fusion": is_cuda and fits_activation and not asks("use_te_activation_func", has_te_activation),
+        # Megatron's grouped experts cannot have biases together with this fusion.
+        "bias_dropout_fusion": is_cuda and not (has_experts and family.get("add_bias_linear")),
         "gradient_accumulation_fusion": has_te and has_gradient_accumulation(),
         "masked_softmax_fusion": False,
         "moe_permute_fusion": has_te and has_experts,

@@ -15,10 +15,14 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer import TransformerConfig, multi_latent_attention
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 
 from rl_core.torch.rows import zigzag_order, zigzag_slices
+
+LATENT_EPSILON = 1e-6
+"""Epsilon of the norms of latent attention in transformers (`DeepseekV3RMSNorm`)."""
 
 
 class RowAttention(nn.Module):
@@ -44,8 +48,15 @@ class RowAttention(nn.Module):
         super().__init__()
         self.scale = softmax_scale or 1 / math.sqrt(k_channels or config.kv_channels)
         self.attention_dropout = config.attention_dropout
-        self.window = None if config.window_size is None else config.window_size[0] + 1
+        is_narrow = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self.window = config.window_size[0] + 1 if is_narrow and config.window_size is not None else None
         self.group: dist.ProcessGroup = pg_collection.cp
+        # Transformer Engine's attention has the same name for it.
+        self.softmax_offset: nn.Parameter | None = None
+        if config.softmax_type == "learnable":
+            num_heads = config.num_attention_heads // config.tensor_model_parallel_size
+            like: Any = {"dtype": config.params_dtype, "device": torch.cuda.current_device()}
+            self.softmax_offset = nn.Parameter(torch.empty(num_heads, **like))
 
     def forward(
         self,
@@ -81,7 +92,7 @@ class RowAttention(nn.Module):
         bounds = packed_seq_params.cu_seqlens_q
         is_plain = size == 1 and (self.attention_dropout == 0.0 or not self.training)
         is_half = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
-        if is_plain and is_half and query.shape[-1] == value.shape[-1]:
+        if is_plain and is_half and query.shape[-1] == value.shape[-1] and self.softmax_offset is None:
             longest = packed_seq_params.max_seqlen_q
             window = (-1 if self.window is None else self.window - 1, 0)
             packed = varlen_attn(
@@ -128,9 +139,25 @@ class RowAttention(nn.Module):
             return self._product(query, key, value, mask, dropout)
 
     def _product(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
+        if self.softmax_offset is not None:
+            return self._product_with_sinks(query, key, value, mask, dropout, self.softmax_offset)
         has_groups = query.shape[1] != key.shape[1]
         options: Any = {"is_causal": mask is None, "scale": self.scale, "enable_gqa": has_groups}
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout, **options)
+
+    def _product_with_sinks(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, sinks: Tensor
+    ) -> Tensor:
+        """Return the attention with a further logit per head in each softmax, whose value is zero. The scores of a row
+        exist as a whole."""
+        key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], 1) for each in (key, value))
+        logits = (query @ key.mT) * self.scale
+        if mask is None:
+            mask = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device).tril()
+        logits = logits.masked_fill(~mask, -math.inf)
+        sinks = sinks.to(logits.dtype)[:, None, None].expand(*logits.shape[:-1], 1)
+        shares = torch.cat([logits, sinks], -1).softmax(-1, dtype=torch.float32)[..., :-1]
+        return F.dropout(shares, dropout).to(value.dtype) @ value
 
 
 class GatedAttention(SelfAttention):
@@ -231,6 +258,17 @@ def disable_transformer_engine() -> None:
     """Mark Transformer Engine as missing in the module of latent attention. It looks for the names of its imports,
     which Megatron sets to None without it, and then asks whether a layer is an instance of None."""
     multi_latent_attention.HAVE_TE = False
+
+
+def set_latent_epsilon(chunk: nn.Module) -> None:
+    """Give the norms of all latent attention of a model the epsilon that transformers builds them with, whatever
+    `rms_norm_eps` is. Layers of Transformer Engine have them in the second projections."""
+    for module in chunk.modules():
+        if isinstance(module, MLASelfAttention):
+            for name in ("q_layernorm", "kv_layernorm", "linear_q_up_proj", "linear_kv_up_proj"):
+                held = vars(module)["_modules"].get(name)
+                if held is not None and "eps" in vars(held):
+                    held.eps = LATENT_EPSILON
 
 
 def patch_down_projections(chunk: nn.Module) -> None:

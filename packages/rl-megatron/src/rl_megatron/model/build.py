@@ -21,9 +21,10 @@ from rl_megatron.conversion.splits import padded_vocab
 from rl_megatron.engine_names import restore_names
 from rl_megatron.families.catalog import family_of
 from rl_megatron.families.rotary import inverse_frequencies
+from rl_megatron.families.supported import rotary_kinds
 from rl_megatron.model.architecture import has_engine_layers, transformer_config
-from rl_megatron.model.attention import disable_transformer_engine, patch_down_projections
-from rl_megatron.model.layers import block_spec
+from rl_megatron.model.attention import disable_transformer_engine, patch_down_projections, set_latent_epsilon
+from rl_megatron.model.layers import block_spec, patch_expert_biases
 from rl_megatron.model.layout import row_multiple, up
 from rl_megatron.model.lora import targeted_adapters
 from rl_megatron.model.model import EMBEDDING, LM_HEAD, Chunk, ReadingModel, ScoreHead, alignment_of
@@ -59,7 +60,8 @@ def check_design(config: ModelConfig, backend: MegatronConfig, folder: Path, *, 
     for entry in maps:
         entry.check_split(sizes[entry.over])
     if not megatron.multi_latent_attention:
-        inverse_frequencies(hf, family.rotary_dim(hf))
+        for kind in rotary_kinds(hf.rope_parameters):
+            inverse_frequencies(hf, family.rotary_dim(hf), kind)
 
 
 def build_model(
@@ -124,12 +126,12 @@ def _chunk(
 ) -> Chunk:
     place: dict[str, Any] = {} if virtual_stage is None else {"ignore_virtual": False, "vp_stage": virtual_stage}
     is_last = parallel_state.is_pipeline_last_stage(**place)
-    is_mla = config.multi_latent_attention
+    is_mla, family = config.multi_latent_attention, family_of(hf)
     if is_mla and not has_te:
         disable_transformer_engine()
     chunk = Chunk(
         config,
-        block_spec(config, has_te=has_te, virtual_stage=virtual_stage),
+        block_spec(config, family, has_te=has_te, virtual_stage=virtual_stage),
         vocab_size=padded_vocab(hf.vocab_size, config.tensor_model_parallel_size),
         max_sequence_length=hf.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(**place),
@@ -140,15 +142,54 @@ def _chunk(
     )
     if chunk.pre_process and hf.pad_token_id is not None:
         freeze_padding_token(chunk.embedding.word_embeddings, hf.pad_token_id, is_scattered=config.sequence_parallel)
-    if is_mla and not has_te:
-        patch_down_projections(chunk)
+    if chunk.pre_process and family.embedding_scale is not None:
+        scale_embedding(chunk.embedding.word_embeddings, family.embedding_scale(hf))
+    if is_mla:
+        set_latent_epsilon(chunk)
+        if not has_te:
+            patch_down_projections(chunk)
+    if config.add_bias_linear:
+        patch_expert_biases(chunk)
     if not is_mla:
-        frequencies = inverse_frequencies(hf, family_of(hf).rotary_dim(hf))
-        chunk.rotary_pos_emb.inv_freq = frequencies.to(chunk.rotary_pos_emb.inv_freq.device)
+        rotate_by_kind(chunk, hf, family.rotary_dim(hf))
     if is_last and is_headless:
         del chunk.output_layer
         chunk.score = ScoreHead(config.hidden_size)
     return chunk
+
+
+def rotate_by_kind(chunk: Chunk, hf: PreTrainedConfig, dim: int) -> None:
+    """Set the frequencies that the layers of a chunk rotate with, which may differ between kinds of layers.
+
+    Megatron makes one rotary embedding for all layers. With several kinds it has the frequencies of each in turn, and
+    each layer takes its own.
+
+    Args:
+        chunk: Layers of this rank.
+        hf: Hugging Face config of the model.
+        dim: Dims of a head that are rotated.
+    """
+    kinds = rotary_kinds(hf.rope_parameters)
+    frequencies = torch.cat([inverse_frequencies(hf, dim, kind) for kind in kinds])
+    chunk.rotary_pos_emb.inv_freq = frequencies.to(chunk.rotary_pos_emb.inv_freq.device)
+    if len(kinds) == 1:
+        return
+    for layer in chunk.decoder.layers:
+        place = kinds.index(hf.layer_types[layer.layer_number - 1])
+        layer.self_attention.register_forward_pre_hook(partial(_take_own_angles, place, len(kinds)), with_kwargs=True)
+
+
+def _take_own_angles(
+    place: int, num_kinds: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Select the angles of one kind of layer among `[seq, 1, 1, 2 * kinds * dim / 2]`."""
+    own = kwargs["rotary_pos_emb"].unflatten(-1, (2, num_kinds, -1))[..., place, :].flatten(-2)
+    return args, {**kwargs, "rotary_pos_emb": own}
+
+
+def scale_embedding(embedding: nn.Module, scale: float) -> None:
+    """Multiply the output of an embedding by a number, rounded to the output's dtype as in transformers."""
+    embedding.register_forward_hook(lambda _, __, output: output * torch.tensor(scale).to(output))
 
 
 def freeze_padding_token(embedding: nn.Module, pad_token_id: int, *, is_scattered: bool) -> None:

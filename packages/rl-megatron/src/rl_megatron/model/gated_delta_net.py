@@ -1,4 +1,4 @@
-"""Linear attention of Qwen3-Next, with the gated delta rule (Yang et al., "Gated Delta Networks", 2024)."""
+"""Linear attention of Qwen3-Next and Qwen3.5, with the gated delta rule (Yang et al., "Gated Delta Networks", 2024)."""
 
 from __future__ import annotations
 
@@ -25,8 +25,11 @@ class GatedDeltaNet(nn.Module):
     follows from all tokens before it.
     """
 
-    def __init__(self, config: TransformerConfig, layer_number: int, *, pg_collection: Any, **_: Any) -> None:
+    def __init__(
+        self, config: TransformerConfig, layer_number: int, *, pg_collection: Any, is_by_head: bool, **_: Any
+    ) -> None:
         super().__init__()
+        self.is_by_head = is_by_head
         size = pg_collection.tp.size()
         self.context: dist.ProcessGroup = pg_collection.cp
         self.num_heads = config.linear_num_key_heads // size
@@ -88,13 +91,22 @@ class GatedDeltaNet(nn.Module):
         out: Tensor = self.out_proj(mixed.transpose(0, 1).contiguous())[0]
         return out, None
 
+    def _parts_of(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Split projected inputs `[..., inputs]` into queries, keys and values, gates, strengths and decays."""
+        projected, rates = rows.split(self.inputs, -1)
+        if not self.is_by_head:
+            joined, gate = projected.split([sum(self.widths), self.widths[-1]], -1)
+            strength, decay = rates.chunk(2, -1)
+            return joined, gate, strength, decay
+        value_width = self.values_per_key * self.value_dim
+        by_head = projected.unflatten(-1, (self.num_heads, -1))
+        *mixed, gate = by_head.split([self.key_dim, self.key_dim, value_width, value_width], -1)
+        strength, decay = (part.flatten(-2) for part in rates.unflatten(-1, (self.num_heads, -1)).chunk(2, -1))
+        return torch.cat([part.flatten(-2) for part in mixed], -1), gate, strength, decay
+
     def _mix(self, rows: Tensor) -> Tensor:
         """Mix projected inputs `[rows, tokens, inputs]` to `[rows, tokens, values]`, each row from its beginning."""
-        projected, rates = (part.unflatten(-1, (self.num_heads, -1)) for part in rows.split(self.inputs, -1))
-        value_width = self.values_per_key * self.value_dim
-        *mixed, gate = projected.split([self.key_dim, self.key_dim, value_width, value_width], -1)
-        strength, decay = (part.flatten(-2) for part in rates.chunk(2, -1))
-        joined = torch.cat([part.flatten(-2) for part in mixed], -1)
+        joined, gate, strength, decay = self._parts_of(rows)
         # Each channel of `[rows, tokens, channels]` is convolved over the tokens up to each.
         weight = self.conv_weight.to(joined.dtype)
         out = F.conv1d(joined.transpose(1, 2), weight, padding=weight.shape[-1] - 1, groups=len(weight))

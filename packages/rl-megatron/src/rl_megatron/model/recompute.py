@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import LayerType
 from torch import nn
@@ -113,6 +114,8 @@ class LayerShapes:
         """
         if self._config.linear_attention_freq is not None:
             raise ActivationsUnknown("there is no formula for linear attention")
+        if self._config.activation_func is not F.silu:
+            raise ActivationsUnknown("there are formulas only for layers with SwiGLU")
         pattern = self._config.moe_layer_freq
         if not isinstance(pattern, list):
             pattern = [number % pattern == 0 for number in range(self._config.num_layers)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -21,8 +21,16 @@ from rl_core.torch.optim.parameters import MatrixPiece, OptimizedParameter, is_h
 from rl_core.torch.training.lora import InitialFactors
 from rl_core.torch.transport.exchange import HeldPart, Holdings
 from rl_core.weights import TensorSpec, buckets, num_bytes
-from rl_megatron.conversion.splits import Vocabulary, Whole, held_boxes
-from rl_megatron.conversion.weight_map import AdapterMap, HFTensor, WeightMap, held_weights
+from rl_megatron.conversion.splits import Alternating, Split, Vocabulary, Whole, held_boxes
+from rl_megatron.conversion.weight_map import (
+    AdapterMap,
+    HFTensor,
+    WeightMap,
+    as_stored,
+    by_tensor,
+    held_weights,
+    whole_tensors,
+)
 from rl_megatron.families.catalog import family_of
 from rl_megatron.model.lora import pass_gradients
 from rl_megatron.model.model import EMBEDDING, LM_HEAD, ReadingModel
@@ -57,7 +65,9 @@ class MegatronWeights:
         expert = parallel_state.get_expert_tensor_parallel_group()
         self._shares = {"tp": (tensor.rank(), tensor.size()), "etp": (expert.rank(), expert.size())}
         adapters = [each for adapter in model.adapters.values() for each in (adapter.down, adapter.up)]
-        self._own_maps = [*family_of(model.hf).weights(model.hf), *_head_maps(model)]
+        num_experts = model.config.num_moe_experts or 0
+        maps = as_stored(family_of(model.hf).weights(model.hf), num_experts, files.names)
+        self._own_maps = [*maps, *_head_maps(model)]
         self._sent = [entry for entry in self._own_maps if entry.copy_of is None]
         self.maps = [*self._own_maps, *adapters]
         self.held = held_weights(model.chunks, model.config, parallel_state.get_expert_model_parallel_rank())
@@ -76,7 +86,7 @@ class MegatronWeights:
         has_experts = any(entry.over == "etp" for entry in self.maps)
         self._gathering = Gathering(self.held, holdings, mesh, has_experts=has_experts)
         self._counted = {
-            tensor: entry.copy_of is None and (self._shares["tp"][0] == 0 or not isinstance(entry.split, Whole))
+            tensor: entry.copy_of is None and (self._shares[entry.over][0] == 0 or not isinstance(entry.split, Whole))
             for entry, tensor in here
         }
 
@@ -88,8 +98,9 @@ class MegatronWeights:
             if isinstance(parameter := self.held.get(entry.target), nn.Parameter):
                 names = tuple(source.name for source in entry.sources)
                 pieces = None
-                if all(is_hidden_matrix(source.name, source.shape) for source in entry.sources):
-                    boxes = list(held_boxes(entry.split, [each.shape for each in entry.sources], *self.share(entry)))
+                shapes = [source.part_shape for source in entry.sources]
+                if all(map(is_hidden_matrix, names, shapes)):
+                    boxes = list(held_boxes(entry.split, shapes, *self.share(entry), in_memory=True))
                     pieces = partial(_matrices_in, entry.sources, boxes, parameter.shape[1])
                 found[parameter] = OptimizedParameter(names, all(map(is_norm_or_bias, names)), pieces)
         return found
@@ -134,7 +145,7 @@ class MegatronWeights:
 
     def specs(self, dtype: str) -> list[TensorSpec]:
         """Return all tensors by Hugging Face name, in the order of `stream`."""
-        return [spec for entry in self._sent for spec in self._specs_of(entry, dtype)]
+        return [spec for group in by_tensor(self._sent) for spec in self._specs_of(group[0], dtype)]
 
     @property
     def kept(self) -> dict[str, Tensor]:
@@ -173,8 +184,7 @@ class MegatronWeights:
                             f"weight {source.name} has shape {opened.shape(source.name)}, the model's config says "
                             f"{source.shape}; check hf_config_overrides"
                         )
-                names = [source.name for source in entry.sources]
-                target.copy_(entry.split.part(partial(_read, opened, names), *self.share(entry)))
+                target.copy_(entry.split.part(partial(_read, opened, entry.sources), *self.share(entry)))
         initial.check(self._model.adapters)
         for name, adapter in self._model.adapters.items():
             down, up = self.held.get(adapter.down.target), self.held.get(adapter.up.target)
@@ -204,11 +214,11 @@ class MegatronWeights:
             served: Not used: generators compute with the weights that are trained.
         """
         adapters = self._model.adapters if merges_adapters else {}
-        bucket: list[WeightMap] = []
+        bucket: list[list[WeightMap]] = []
         size = 0
-        for entry in self._sent:
-            bucket.append(entry)
-            size += sum(num_bytes(spec) for spec in self._specs_of(entry, dtype))
+        for group in by_tensor(self._sent):
+            bucket.append(group)
+            size += sum(num_bytes(spec) for spec in self._specs_of(group[0], dtype))
             if size >= bucket_bytes:
                 yield from self._merged(bucket, dtype, adapters, everywhere=everywhere)
                 bucket, size = [], 0
@@ -223,9 +233,12 @@ class MegatronWeights:
             held = self.held.get(entry.target)
             if held is None:
                 continue
-            shapes = [source.shape for source in entry.sources]
+            shapes = [source.part_shape for source in entry.sources]
             for rows, index, box in held_boxes(entry.split, shapes, *self.share(entry)):
-                found.setdefault(entry.sources[index].name, []).append(HeldPart(box, held.detach()[rows]))
+                source = entry.sources[index]
+                read = partial(_held_values, entry.split, held.detach(), rows, source)
+                values = read if isinstance(entry.split, Alternating) else read()
+                found.setdefault(source.name, []).append(HeldPart(source.place_of(box), values))
         factors = iter(self.adapters(everywhere=True))
         for (weight, adapter), (_, down), (_, up) in zip(self._model.adapters.items(), factors, factors, strict=False):
             assert down is not None
@@ -278,27 +291,34 @@ class MegatronWeights:
         return {entry.sources[0].name: entry for entry in (*halves, *heads)}
 
     def _merged(
-        self, bucket: Sequence[WeightMap], dtype: str, merged_in: Mapping[str, AdapterMap], *, everywhere: bool
+        self,
+        bucket: Sequence[Sequence[WeightMap]],
+        dtype: str,
+        merged_in: Mapping[str, AdapterMap],
+        *,
+        everywhere: bool,
     ) -> Iterator[list[tuple[str, Tensor | None]]]:
-        """Yield the tensors of each parameter by name, with the products of these adapters added in float32."""
+        """Yield the tensors of each group of `by_tensor` by name, with the products of these adapters added in
+        float32."""
         held = self._model.config.params_dtype
-        specs = [self._specs_of(entry, dtype) for entry in bucket]
+        specs = [self._specs_of(group[0], dtype) for group in bucket]
         names = [[spec.name for spec in own] for own in specs]
         adapters = {name: merged_in[name] for name in chain(*names) if name in merged_in}
         wanted = []
-        for entry, own in zip(bucket, names, strict=True):
+        for group, own in zip(bucket, names, strict=True):
             served = getattr(torch, dtype) if adapters.keys().isdisjoint(own) else held
             # No tensor of a parameter may lose bits in its shares.
-            wanted.append((entry, torch.float32 if is_kept(entry, self._kept) else served))
+            wanted += [(entry, torch.float32 if is_kept(entry, self._kept) else served) for entry in group]
         halves = [(half, held) for adapter in adapters.values() for half in (adapter.down, adapter.up)]
         whole = self._gathering.join([*wanted, *halves], everywhere=everywhere)
-        factors = dict(
-            zip(adapters, zip(whole[len(bucket) :: 2], whole[len(bucket) + 1 :: 2], strict=True), strict=True)
-        )
-        for sent_specs, tensors in zip(specs, whole, strict=False):
-            if tensors is None:
+        joined, halves_joined = iter(whole[: len(wanted)]), whole[len(wanted) :]
+        factors = dict(zip(adapters, zip(halves_joined[::2], halves_joined[1::2], strict=True), strict=True))
+        for group, sent_specs in zip(bucket, specs, strict=True):
+            parts = [found for found in islice(joined, len(group)) if found is not None]
+            if not parts:
                 yield [(spec.name, None) for spec in sent_specs]
                 continue
+            tensors = whole_tensors(group, parts)
             merged = {spec.name: tensor for spec, tensor in zip(sent_specs, tensors, strict=True)}
             for name in adapters.keys() & merged.keys():
                 down, up = factors[name]
@@ -343,8 +363,13 @@ def _head_maps(model: ReadingModel) -> list[WeightMap]:
     return [replace(head, sources=(HFTensor(EMBEDDING, shape),), copy_of="embedding.word_embeddings.weight")]
 
 
-def _read(opened: OpenWeights, names: Sequence[str], index: int, slices: tuple[slice, ...]) -> Tensor:
-    return opened.read(names[index], slices)
+def _read(opened: OpenWeights, sources: Sequence[HFTensor], index: int, slices: tuple[slice, ...]) -> Tensor:
+    return sources[index].read(partial(opened.read, sources[index].name), slices)
+
+
+def _held_values(split: Split, held: Tensor, rows: slice, source: HFTensor) -> Tensor:
+    """Return rows of a rank's part in file order with the dims of the whole Hugging Face tensor."""
+    return source.placed(split.in_file_order(held)[rows])
 
 
 def _slice(whole: Tensor, _: int, slices: tuple[slice, ...]) -> Tensor:
@@ -374,5 +399,10 @@ def _matrices_in(
         for (down, right), sizes in rectangles(first - begin, last - begin, (rows.stop - rows.start, width)):
             element = begin + down * width + right - start
             values = run[element : element + sizes[0] * sizes[1]].view(sizes)
-            shape = sources[index].shape
-            yield MatrixPiece(sources[index].name, (shape[0], shape[1]), (row + down, column + right), values)
+            source = sources[index]
+            name = source.name if source.expert is None else f"{source.name}.{source.expert}"
+            (height, length), offsets = source.part_shape, (row + down, column + right)
+            if source.is_transposed:
+                yield MatrixPiece(name, (length, height), offsets[::-1], values.mT)
+            else:
+                yield MatrixPiece(name, (height, length), offsets, values)
