@@ -54,6 +54,20 @@ def eight_bit_differences(rank: Rank) -> dict[str, tuple[float, float]]:
         dist.destroy_process_group()
 
 
+def split_block(rank: Rank) -> str:
+    """Return what an optimizer says of blocks that are longer than a rank's part of a row."""
+    join_process_group(rank.rendezvous)
+    try:
+        parameter = nn.Parameter(distribute_tensor(torch.ones(4, 32), init_device_mesh("cpu", (2,)), [Shard(1)]))
+        parameter.grad = torch.ones_like(parameter)
+        EightBitAdamW([parameter], block_size=32, min_8bit_size=0).step()
+        return ""
+    except ValueError as error:
+        return str(error)
+    finally:
+        dist.destroy_process_group()
+
+
 def _eight_bit_difference(mesh: Any, placements: Sequence[Any]) -> tuple[float, float]:
     torch.manual_seed(0)
     start, lr, beta1, beta2, worst, rounding = torch.randn(7, 32), 0.01, 0.9, 0.99, 0.0, 0.0

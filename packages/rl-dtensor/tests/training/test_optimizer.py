@@ -160,6 +160,12 @@ def test_an_optimizer_of_another_package_is_tried_on_sharded_parameters():
     assert check({"optimizer": HALF_STATE.model_dump()}) == []
 
 
+def test_a_block_that_ranks_would_split_is_refused_with_the_remedy(ranks):
+    for found in ranks.run("optimizer_cases:split_block", [()] * 2):
+        assert "a rank holds 16 of 32 columns" in found
+        assert "optimizer.kwargs.block_size" in found
+
+
 FUSED_SGD = OptimizerConfig(name="torch.optim.SGD", kwargs={"lr": 0.1, "fused": True})
 FULL_STATE = OptimizerConfig(kwargs={"lr": 1e-3})
 HALF_STATE = OptimizerConfig(name="rl_core.torch.HalfStateAdamW", kwargs={"lr": 1e-3})

@@ -58,9 +58,10 @@ _STATE_BYTES: Mapping[str, StateBytes] = {
     "torch.optim.RMSprop": StateBytes(4, 4),
     "torch.optim.SGD": StateBytes(0, 0),
     "rl_core.torch.HalfStateAdamW": StateBytes(4, 4),
-    # Each of two averages has a byte, and a float32 scale for 64 of them.
-    "rl_core.torch.EightBitAdamW": StateBytes(2.125, 2.125),
 }
+
+_EIGHT_BIT = "rl_core.torch.EightBitAdamW"
+_BLOCK_SIZE = 64
 
 _FURTHER_STATE = ("amsgrad", "momentum", "centered")
 """Arguments that have an optimizer keep one more number for each parameter."""
@@ -73,6 +74,10 @@ def state_bytes(name: str, kwargs: Mapping[str, Any]) -> StateBytes:
         name: Dotted name of its class.
         kwargs: Its arguments.
     """
+    if name == _EIGHT_BIT:
+        # Each of two averages has a byte, and a float32 scale for a block of them.
+        each = 2 + 8 / (kwargs.get("block_size") or _BLOCK_SIZE)
+        return StateBytes(each, each)
     matrices, others = _STATE_BYTES.get(name, StateBytes(8, 8))
     further = 0 if name == "torch.optim.Muon" else 4 * sum(bool(kwargs.get(each)) for each in _FURTHER_STATE)
     return StateBytes(matrices + further, others + further)

@@ -30,6 +30,7 @@ VARIANTS = [
     ("torch.optim.SGD", {"momentum": 0.9}),
     ("rl_core.torch.HalfStateAdamW", {}),
     ("rl_core.torch.EightBitAdamW", {}),
+    ("rl_core.torch.EightBitAdamW", {"block_size": 16}),
 ]
 
 
