@@ -140,12 +140,26 @@ def test_adapters_are_scaled_by_their_rank_or_its_root():
     assert LoraConfig(dim=16, alpha=8, use_rslora=True).scale == 8 / 4
 
 
-def test_dora_is_refused_by_name():
-    lora = {"enabled": True, "use_dora": True}
-    (problem,) = problems_of(lambda: ModelConfig.model_validate({"model_name": "m", "lora_cfg": lora}))
-    assert problem.key == "use_dora"
-    assert "DoRA" in problem.feature
-    assert "use_rslora=true" in problem.remedy
+@pytest.mark.parametrize(
+    ("lora", "key", "reason"),
+    [
+        ({"use_dora": True, "target_parameters": ["experts.down_proj"]}, "use_dora", "is for linear layers"),
+        ({"init": "pissa", "target_parameters": ["experts.down_proj"]}, "init", "is for linear layers"),
+        ({"init": "pissa", "adapter": "folder"}, "init", "with lora_cfg.adapter"),
+        ({"init": "pissa", "base_quantization": "nf4"}, "init", "quantised rest of the weights"),
+        ({"enabled": False, "base_quantization": "nf4"}, "base_quantization", "with lora_cfg.enabled=false"),
+    ],
+)
+def test_variants_that_do_not_apply_are_refused_by_name(lora, key, reason):
+    given = {"model_name": "m", "lora_cfg": {"enabled": True, **lora}}
+    (problem,) = problems_of(lambda: ModelConfig.model_validate(given))
+    assert problem.key == f"lora_cfg.{key}"
+    assert reason in problem.message
+
+
+def test_a_pattern_that_is_not_a_regular_expression_is_refused():
+    with pytest.raises(ValueError, match=r"'q_proj\(' is not a regular expression"):
+        LoraConfig(rank_pattern={"q_proj(": 2})
 
 
 @pytest.mark.parametrize(

@@ -187,3 +187,9 @@ def gradients(rank: Rank, batch: Batch, loss: Loss) -> tuple[dict[str, Tensor], 
     finally:
         del worker._optimizer.step
     return found, {name: metric.result() for name, metric in metrics.items()}
+
+
+def parameter_bytes(rank: Rank) -> int:
+    """Return the bytes of the parameters that this rank of the model holds."""
+    held = rank.held[HELD]._residency.kept("parameters")
+    return sum(tensor.numel() * tensor.element_size() for tensor in held)

@@ -26,6 +26,7 @@ from rl_dtensor.selfcheck import write_tiny
 
 STACKS = ["experts.gate_up_proj", "experts.down_proj"]
 SGD = OptimizerConfig(name="torch.optim.SGD", kwargs={"lr": 1.0})
+PATTERNS = {"rank_pattern": {"q_proj": 2, "layers.1.mlp.up_proj": 6}, "alpha_pattern": {"0.self_attn.q_proj": 3}}
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,21 @@ CASES = {
     "llama": Case("llama"),
     "rslora": Case("llama", {"use_rslora": True}),
     "dropout": Case("llama", {"dropout": 0.1}),
+    "patterns": Case("llama", PATTERNS),
+    "patterns rslora": Case("llama", PATTERNS | {"use_rslora": True}),
+    "gpt2 patterns": Case("gpt2", {"rank_pattern": {"c_attn": 2}, "alpha_pattern": {"1.mlp.c_proj": 5}}),
+    "gemma3 patterns": Case("gemma3_text", PATTERNS, kind="gemma3"),
+    "deepseek_v3 patterns": Case("deepseek_v3", {"rank_pattern": {"gate_proj": 2}, "alpha_pattern": {"q_b_proj": 5}}),
+    "dora": Case("llama", {"use_dora": True}),
+    "dora dropout": Case("llama", {"use_dora": True, "dropout": 0.1}),
+    "dora gpt2": Case("gpt2", {"use_dora": True}),
+    "dora patterns": Case("qwen3", PATTERNS | {"use_dora": True}),
+    "gemma3 dora": Case("gemma3_text", {"use_dora": True}, kind="gemma3"),
+    "pissa": Case("llama", {"init": "pissa"}),
+    "pissa rslora patterns": Case("llama", PATTERNS | {"init": "pissa", "use_rslora": True}),
+    "pissa dora": Case("llama", {"init": "pissa", "use_dora": True}),
+    "gemma3 pissa": Case("gemma3_text", {"init": "pissa"}, kind="gemma3"),
+    "pissa reward model": Case("llama", {"init": "pissa"}, role="reward_model"),
     "targets": Case("llama", {"match_all_linear": False, "target_modules": ["q_proj", "layers.1.mlp.up_proj"]}),
     "excluded": Case("llama", {"exclude_modules": ["layers.0.mlp.down_proj"]}),
     "reward model": Case("llama", role="reward_model"),
@@ -121,7 +137,7 @@ def write_base(case, folder):
 
 
 def open_model(ranks, base, case, **start):
-    lora = LoraConfig(enabled=True, dim=4, alpha=12, **(case.lora | start))
+    lora = LoraConfig(**{"enabled": True, "dim": 4, "alpha": 12} | case.lora | start)
     seen = {"enabled": True, "tower": "adapters", "projector": "adapters"} if case.sees else {}
     config = ModelConfig(model_name=str(base), precision="float32", optimizer=SGD, lora_cfg=lora, vision=seen)
     return PooledModel(ranks, "dtensor_factories:build", config, ModelSpec(role=case.role, seed=3), 1)
@@ -135,7 +151,9 @@ def settings_of(folder):
     layers = sorted({name.partition(".lora_")[0] for name in names if ".lora_" in name})
     linear = [layer for layer in layers if not re.search(r"\.experts(\.base_layer)*$", layer)]
     chosen = {"match_all_linear": False, "target_modules": linear, "exclude_modules": [], "target_parameters": stacks}
-    return {"adapter": str(folder), **chosen}
+    sizes = {"dim": described["r"], "alpha": described["lora_alpha"], "init": "default"}
+    patterns = {name: described[name] for name in ("rank_pattern", "alpha_pattern")}
+    return {"adapter": str(folder), **chosen, **sizes, **patterns}
 
 
 def logprobs_of(model, batch):
@@ -166,7 +184,12 @@ def loaded(case, folder):
     return models
 
 
-@pytest.mark.parametrize("name", partly_exhaustive(CASES, always=["llama", "deepseek_v3", "gemma3"]))
+@pytest.mark.parametrize(
+    "name",
+    partly_exhaustive(
+        CASES, always=["llama", "patterns", "dora", "pissa rslora patterns", "deepseek_v3", "gemma3 patterns"]
+    ),
+)
 def test_peft_loads_what_was_trained_or_the_start_says_no(ranks, tmp_path, name):
     case = CASES[name]
     base = write_base(case, tmp_path)

@@ -43,6 +43,19 @@ CASES = {
     "alpha above r": Case({"r": 4, "lora_alpha": 32, "target_modules": ATTENTION}),
     "alpha below r": Case({"r": 8, "lora_alpha": 3, "target_modules": ATTENTION}),
     "rslora": Case({"r": 8, "lora_alpha": 16, "use_rslora": True, "target_modules": ATTENTION}),
+    "patterns": Case(
+        {
+            "r": 4,
+            "lora_alpha": 8,
+            "target_modules": ATTENTION,
+            "rank_pattern": {"q_proj": 2},
+            "alpha_pattern": {"1.self_attn.v_proj": 3},
+        }
+    ),
+    "DoRA": Case({"r": 4, "lora_alpha": 8, "use_dora": True, "target_modules": ALL}, mesh="tp2"),
+    "DoRA with transposed weights": Case(
+        {"r": 4, "lora_alpha": 8, "use_dora": True, "target_modules": ["c_attn", "c_proj"]}, family="gpt2"
+    ),
     "rank 1": Case({"r": 1, "lora_alpha": 2, "target_modules": ["down_proj"]}),
     "dropout": Case({"r": 4, "lora_alpha": 8, "lora_dropout": 0.3, "target_modules": ATTENTION}),
     "every linear layer": Case({"r": 4, "lora_alpha": 8, "target_modules": ALL}),
@@ -103,6 +116,9 @@ def lora_cfg(adapter):
         dim=said.r,
         alpha=said.lora_alpha,
         use_rslora=said.use_rslora,
+        use_dora=said.use_dora,
+        rank_pattern=said.rank_pattern,
+        alpha_pattern=said.alpha_pattern,
         adapter=str(adapter),
     )
 
@@ -153,6 +169,7 @@ def test_tensors_of_other_kinds_are_refused_by_name(ranks, tmp_path, changes, sa
     base = write_base("llama", tmp_path / "base")
     made = {"r": 4, "lora_alpha": 8, "target_modules": ATTENTION, **changes}
     adapter = write_adapter(base, made, tmp_path / "adapter")
-    lora = lora_cfg(adapter).model_copy(update={"target_modules": ATTENTION})
+    plain = {"target_modules": ATTENTION, "use_dora": False, "rank_pattern": {}}
+    lora = lora_cfg(adapter).model_copy(update=plain)
     with pytest.raises(WorkerError, match=says):
         open_model(ranks, base, "1", lora).__enter__()

@@ -17,7 +17,7 @@ from rl_core.rollouts.generation import GenerationRequest, SamplingParams
 from rl_core.testing.torch.reference_model import ReferenceModel
 from rl_core.testing.torch.weight_sender import Fault, manifest_of
 from rl_core.testing.weights import Bench, WeightSinkSuite, prompt
-from rl_core.torch.training.lora import LORA_A, LORA_B, WEIGHT, is_adapted
+from rl_core.torch.training.lora import LORA_A, LORA_B, WEIGHT, is_adapted, size_of
 from rl_core.weights import Manifest
 
 ALL_LINEAR = LoraConfig(enabled=True, dim=4, alpha=6)
@@ -27,6 +27,8 @@ SOME = LoraConfig(
     alpha=6,
     match_all_linear=False,
     target_modules=["q_proj", "v_proj", "up_proj", "mlp.down_proj"],
+    rank_pattern={"v_proj": 5, "0.mlp.up_proj": 2},
+    alpha_pattern={"q_proj": 4, "1.mlp.down_proj": 9},
 )
 
 
@@ -55,10 +57,11 @@ class Adapted:
         for name, weight in weights.items():
             layer = name.removesuffix(WEIGHT)
             if weight.ndim == 2 and "embed" not in name and "lm_head" not in name and is_adapted(layer, lora):
-                down = torch.randn(lora.dim, weight.shape[1], generator=generator)
-                up = torch.randn(weight.shape[0], lora.dim, generator=generator) * 0.05
+                size = size_of(layer, lora)
+                down = torch.randn(size.dim, weight.shape[1], generator=generator)
+                up = torch.randn(weight.shape[0], size.dim, generator=generator) * 0.05
                 factors |= {layer + LORA_A: down, layer + LORA_B: up}
-                sums[name] = weight + lora.scale * up @ down
+                sums[name] = weight + size.scale * up @ down
         save_file(sums, merged / "model.safetensors", metadata={"format": "pt"})
         save_file({**weights, **factors}, parts / "model.safetensors", metadata={"format": "pt"})
         return cls(parts, merged)

@@ -137,7 +137,9 @@ def test_adapters_that_the_engine_cannot_apply_are_named(tmp_path: Path) -> None
 
     assert problem(dim=512) == problem(precision="float32", device=CPU) == ""
     assert "dim 512" in problem(dim=513)
-    assert "lora_cfg.dim is 513" in problem(dim=513)
+    assert "lora_cfg.dim asks for 513" in problem(dim=513)
+    assert "lora_cfg.rank_pattern asks for 600" in problem(dim=8, rank_pattern={"q_proj": 600})
+    assert "magnitudes of DoRA" in problem(use_dora=True)
     assert "sleep_level=2" in problem(VllmConfig(sleep_level=2))
     assert "policy.precision=bfloat16" in problem(precision="float32")
     assert "lora_sync=merged" in problem(target_parameters=["experts.down_proj"])

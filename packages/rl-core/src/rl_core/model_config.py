@@ -10,7 +10,7 @@ from datetime import date
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from rl_core.config import (
     Config,
@@ -246,6 +246,27 @@ class DynamicBatchingConfig(Config):
     """Maximum number of padded tokens in a forward-only microbatch; the default is the same as for packing."""
 
 
+BaseQuantization = Literal["nf4", "int8"]
+"""Format of the frozen weights under adapters."""
+
+BASE_BYTES: Mapping[BaseQuantization, float] = {"nf4": 4.5 / 8, "int8": 8.5 / 8}
+"""Bytes of a weight in each format: its code, and its share of the largest value of a block of 64."""
+
+
+def _check_patterns(value: Any) -> Any:
+    for pattern in value if isinstance(value, Mapping) else ():
+        try:
+            re.compile(str(pattern))
+        except re.error as error:
+            raise ValueError(f"{pattern!r} is not a regular expression: {error}") from None
+    return value
+
+
+Value = TypeVar("Value")
+LayerPatterns = Annotated[dict[str, Value], BeforeValidator(_check_patterns)]
+"""Values of layers by patterns of their names, as `peft` has them."""
+
+
 class LoraConfig(Config):
     """Low-rank adapters (LoRA, arXiv:2106.09685): which layers get one, and their size."""
 
@@ -271,25 +292,45 @@ class LoraConfig(Config):
     use_rslora: Annotated[bool, WhenChanged.BRANCH] = False
     """Scale by `alpha / sqrt(dim)` instead, so that gradients do not shrink as `dim` grows (rsLoRA,
     arXiv:2312.03732)."""
+    rank_pattern: LayerPatterns[Annotated[int, Field(gt=0)]] = {}
+    """Ranks of some layers, and of some stacked weights of experts, in place of `dim`. A key is a name, an ending of
+    names, or a regular expression of either, as in `peft`: `{q_proj: 16, "layers.[01].mlp.up_proj": 4}`. The first key
+    that matches a layer counts."""
+    alpha_pattern: Annotated[LayerPatterns[Annotated[float, Field(gt=0)]], WhenChanged.BRANCH] = {}
+    """Values of `alpha` for some layers, by the same keys. The scale of a layer is computed from its own rank."""
+    use_dora: bool = False
+    """Train the norm of each row of an adapted weight apart from its direction (DoRA, arXiv:2402.09353): the layer
+    computes with `magnitude * V / |V|`, where `V` is the weight with the adapter added and `|V|` the norm of each row,
+    through which no gradient flows. rl-dtensor only."""
+    init: Literal["default", "pissa"] = "default"
+    """Values that new adapters start from. `default`: a random first factor and a second factor of zeros. `pissa`: the
+    part of each weight with its `dim` largest singular values, which is taken out of the weight (PiSSA,
+    arXiv:2404.02948). The first start and each resume compute the singular values."""
+    base_quantization: BaseQuantization | None = None
+    """Format in which the frozen weights of linear layers are stored, with or without an adapter (QLoRA,
+    arXiv:2305.14314): `nf4` takes 4.5 bits per weight, `int8` 8.5. Embeddings, norms and heads stay in `precision`. A
+    layer computes with the dequantised weight, and generators and exports get dequantised weights with the adapters
+    merged in, so that rollouts come from the same model. rl-dtensor only; unset, weights have the dtype of
+    `precision`."""
     dropout: Annotated[float, WhenChanged.BRANCH] = Field(default=0.0, ge=0, lt=1)
     """Fraction of an adapter's inputs that are dropped in training."""
     adapter: PathText | None = None
     """Folder with an adapter in the format of `peft` to start from, with the same layers, `dim` and scale; if unset,
     new adapters."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_dora(cls, values: Any) -> Any:
-        if isinstance(values, Mapping) and "use_dora" in values:
-            reason = "asks for DoRA adapters, which are not supported"
-            remedy = "Remove this key to train plain LoRA adapters, or set use_rslora=true for rank-stabilised ones"
-            raise ProblemError(Problem("use_dora", reason, remedy=remedy, feature="DoRA adapters"))
-        return values
-
     @property
     def scale(self) -> float:
-        """Factor of an adapter's product."""
-        return self.alpha / (math.sqrt(self.dim) if self.use_rslora else self.dim)
+        """Factor of an adapter's product, unless a pattern sets another rank or alpha."""
+        return self.scale_of(self.dim, self.alpha)
+
+    def scale_of(self, dim: int, alpha: float) -> float:
+        """Return the factor of the product of an adapter with this rank and alpha."""
+        return alpha / (math.sqrt(dim) if self.use_rslora else dim)
+
+    @property
+    def max_dim(self) -> int:
+        """Largest rank that a layer may have."""
+        return max((self.dim, *self.rank_pattern.values()))
 
 
 PartTraining = Literal["frozen", "trained", "adapters"]
@@ -468,6 +509,22 @@ def _adapter_problems(lora: LoraConfig) -> Iterator[Problem]:
         reason = "with match_all_linear=true, which adds an adapter to every linear layer"
         remedy = "Set match_all_linear=false, or remove this key"
         yield Problem.unused("lora_cfg.target_modules", reason, remedy=remedy)
+    variants = (("use_dora", lora.use_dora, lora.use_dora), ("init", lora.init, lora.init != "default"))
+    for name, got, is_set in variants:
+        if lora.enabled and lora.target_parameters and is_set:
+            reason = "is for linear layers, and cannot be combined with adapters of experts (target_parameters)"
+            remedy = "Remove this key, or leave target_parameters empty"
+            yield Problem(f"lora_cfg.{name}", reason, got=got, remedy=remedy)
+    if lora.base_quantization is not None and not lora.enabled:
+        remedy = "Set lora_cfg.enabled=true, or remove this key"
+        yield Problem.unused("lora_cfg.base_quantization", "with lora_cfg.enabled=false", remedy=remedy)
+    if lora.enabled and lora.base_quantization is not None and lora.init != "default":
+        reason = "cannot be combined with lora_cfg.base_quantization, because an adapter cannot be attached to the"
+        reason, remedy = f"{reason} quantised rest of the weights", "Remove one of the two"
+        yield Problem("lora_cfg.init", reason, got=lora.init, remedy=remedy)
+    if lora.adapter is not None and lora.init != "default":
+        reason = "with lora_cfg.adapter, which the adapters start from"
+        yield Problem.unused("lora_cfg.init", reason, remedy="Remove one of the two")
     if lora.enabled and lora.target_parameters and lora.dropout:
         reason = "cannot be combined with adapters of experts (target_parameters), which are added to the weights"
         reason, remedy = f"{reason} and have no inputs to drop", "Set dropout=0, or leave target_parameters empty"
@@ -483,6 +540,10 @@ def _freezing_problems(model: ModelConfig) -> Iterator[Problem]:
 
 
 def _vision_problems(vision: VisionConfig, lora: LoraConfig) -> Iterator[Problem]:
+    if vision.enabled and lora.enabled and lora.base_quantization is not None:
+        reason = "has not been verified with models that take images (vision.enabled=true)"
+        got, remedy = lora.base_quantization, "Remove this key"
+        yield Problem("lora_cfg.base_quantization", reason, got=got, remedy=remedy)
     for name in ("tower", "projector"):
         key, chosen = f"vision.{name}", getattr(vision, name)
         if chosen != "frozen" and not vision.enabled:

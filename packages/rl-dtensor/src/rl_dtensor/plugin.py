@@ -9,7 +9,7 @@ from rl_core.config import Problem
 from rl_core.devices import DEVICES
 from rl_core.facts.model_size import WIDE_BYTES, ModelSize, RankMemory
 from rl_core.facts.optimizer_arguments import OF_WHOLE_PARAMETERS, state_bytes
-from rl_core.model_config import ModelConfig, local_hf_config, local_whole_config, optimizer_problems
+from rl_core.model_config import BASE_BYTES, ModelConfig, local_hf_config, local_whole_config, optimizer_problems
 from rl_core.plugins import BackendPlugin, MeshCase, Requirement
 from rl_core.run_config import RunConfig
 from rl_core.selfcheck.cases import at_most_two
@@ -113,6 +113,9 @@ def memory_of(
     each = state_bytes(model.optimizer.name, model.optimizer.kwargs)
     state = matrices * each.matrices + (trains - matrices) * each.others
     weights = trains * WIDE_BYTES + (sharded(size) - trains) * ITEM_BYTES[model.precision]
+    if model.lora_cfg.enabled and model.lora_cfg.base_quantization is not None:
+        saved = ITEM_BYTES[model.precision] - BASE_BYTES[model.lora_cfg.base_quantization]
+        weights -= size.layers / (sizes.pp * split) * saved
     # Gradients are dropped while others use the device.
     kept, held = weights + state, weights + state + trains * WIDE_BYTES
     own = trains * WIDE_BYTES

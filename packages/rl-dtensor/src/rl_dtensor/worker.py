@@ -70,4 +70,5 @@ def build_parts(
         head_parts,
         None if model.memory is None else policy.plan_step,
         model.shares_prefixes,
+        model.initial,
     )

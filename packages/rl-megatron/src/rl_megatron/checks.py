@@ -23,6 +23,23 @@ EXPERTS_PROBLEM = Problem(
 )
 """The refusal of `lora_cfg.target_parameters`."""
 
+DORA_PROBLEM = Problem(
+    "lora_cfg.use_dora",
+    "is not supported by rl-megatron, which adds adapters to the results of fused layers and does not scale their rows",
+    got=True,
+    remedy="Set it to false, or train with dtensor_cfg instead of megatron_cfg",
+    feature="DoRA adapters",
+)
+"""The refusal of `lora_cfg.use_dora`."""
+
+QUANTIZATION_PROBLEM = Problem(
+    "lora_cfg.base_quantization",
+    "is not supported by rl-megatron, whose fused layers compute with weights in the dtype of the model",
+    remedy="Remove it, or train with dtensor_cfg instead of megatron_cfg",
+    feature="quantised weights under adapters",
+)
+"""The refusal of `lora_cfg.base_quantization`."""
+
 
 def check_layout(section: Any, config: RunConfig) -> Iterable[Problem]:
     """Yield the settings of the layout that have no effect, or that Megatron does not run together."""
@@ -105,6 +122,10 @@ def check_lora(section: Any, config: RunConfig) -> Iterable[Problem]:
     """Yield the problems of adapters on layers that do not support them."""
     if section.lora_cfg.enabled and section.lora_cfg.target_parameters:
         yield EXPERTS_PROBLEM
+    if section.lora_cfg.enabled and section.lora_cfg.use_dora:
+        yield DORA_PROBLEM
+    if section.lora_cfg.enabled and section.lora_cfg.base_quantization is not None:
+        yield QUANTIZATION_PROBLEM
     if section.lora_cfg.enabled and section.megatron_cfg.fp8_cfg.enabled:
         reason = "needs layers of Transformer Engine, but adapters need layers of megatron-core"
         remedy = "Set this key to false, or set lora_cfg.enabled=false"

@@ -75,7 +75,8 @@ def build_parts(
     if config.lora_cfg.enabled:
         add_adapters(model, config.lora_cfg)
     weights = MegatronWeights(model, WeightFiles.of(folder), mesh)
-    weights.load(InitialFactors.of(config.lora_cfg, spec.seed))
+    initial = InitialFactors.of(config.lora_cfg, spec.seed, stored=weights.stored)
+    weights.load(initial)
     if spec.trains:
         weights.choose_trained(config)
     chunks = wrap_chunks(model, backend.distributed_data_parallel_config) if spec.trains else []
@@ -95,6 +96,7 @@ def build_parts(
         MegatronState(model, weights, optimizer, mesh),
         MegatronResidency(model, optimizer, mesh.kind),
         plan_step=None if model.memory is None else passes.plan_step,
+        initial=initial if initial.is_principal else None,
     )
 
 

@@ -31,6 +31,14 @@ LORA = LoraConfig(enabled=True, dim=4, alpha=8)
 # rl-megatron puts no adapter on the gate of shared experts
 UNGATED = LoraConfig(enabled=True, dim=4, alpha=8, exclude_modules=["shared_expert_gate"])
 ATTENTION = LoraConfig(enabled=True, match_all_linear=False, target_modules=["q_proj", "v_proj", "self_attn.o_proj"])
+PATTERNS = LoraConfig(
+    enabled=True,
+    dim=4,
+    alpha=8,
+    rank_pattern={"q_proj": 2, r"layers\.1\.mlp\.(up|gate)_proj": 6},
+    alpha_pattern={"layers.0.self_attn.q_proj": 3, "down_proj": 16},
+)
+PISSA = LoraConfig(enabled=True, dim=4, alpha=8, init="pissa", rank_pattern={"q_proj": 2})
 MODELS = {
     "qwen3": ("qwen3", {}),
     "llama": ("llama", {}),
@@ -45,6 +53,9 @@ CASES = [
     ("qwen3", "tp2", "packed-16", LORA, {}),
     pytest.param("qwen3", "pp2 virtual", "padded-3", LORA, {"recompute": "full"}, marks=exhaustive),
     ("llama", "tp2 pp2+sp", "padded-3", ATTENTION, {}),
+    ("llama", "tp2+sp", "packed-16", PATTERNS, {}),
+    ("qwen3", "tp2 pp2+sp", "padded-3", PISSA, {}),
+    pytest.param("llama", "tp1", "packed-16", PISSA, {}, marks=exhaustive),
     ("qwen3_moe", "tp2 etp2 ep2+sp", "packed-16", LORA, {}),
     pytest.param("deepseek_v3", "tp2+sp", "packed-16", LORA, {}, marks=exhaustive),
     # layouts and layers of those above, in other pairs
@@ -252,7 +263,25 @@ def test_what_gets_no_adapter_is_refused_by_name(ranks, folders, model, targets,
         open_model(ranks, folders(model), "tp1", lora)
 
 
-def test_adapters_on_experts_are_refused(ranks, folders):
-    lora = LoraConfig(enabled=True, target_parameters=["experts.down_proj"])
-    with pytest.raises(WorkerError, match=r"lora_cfg\.target_parameters: .*experts"):
-        open_model(ranks, folders("qwen3_moe"), "tp1", lora)
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"target_parameters": ["experts.down_proj"]}, r"lora_cfg\.target_parameters: .*experts"),
+        ({"use_dora": True}, r"lora_cfg\.use_dora: is not supported by rl-megatron"),
+        ({"base_quantization": "nf4"}, r"lora_cfg\.base_quantization: is not supported by rl-megatron"),
+    ],
+)
+def test_adapters_of_other_kinds_are_refused(ranks, folders, settings, message):
+    with pytest.raises(WorkerError, match=message):
+        open_model(ranks, folders("qwen3_moe"), "tp1", LoraConfig(enabled=True, **settings))
+
+
+def test_a_run_from_principal_factors_resumes_bit_equal(ranks, folders, tmp_path):
+    batches = [make_batch(seed=seed) for seed in (1, 2)]
+    with open_model(ranks, folders("qwen3"), "tp2+sp", PISSA) as model:
+        model.train_step(make_batch(), TokenLoss())
+        model.save(str(tmp_path / "saved"))
+        expected = model.train_steps(batches, TokenLoss())
+    with open_model(ranks, folders("qwen3"), "tp2+sp", PISSA) as model:
+        model.load(str(tmp_path / "saved"))
+        assert model.train_steps(batches, TokenLoss()) == expected

@@ -19,6 +19,7 @@ from vllm.lora.model_manager import LoRAModelManager
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from rl_core.errors import WeightSyncError
+from rl_core.model_config import LoraConfig
 from rl_core.torch.transport import ReceivingEnd
 from rl_core.tracing.profiling import Profile, ProfileReport
 from rl_core.tracing.stacks import write_stacks_of_child
@@ -180,17 +181,18 @@ class EngineWorker:
         end_with(int(os.environ[FRONT]))
 
     @_reported
-    def begin_receiving(self, pickled: bytes, scale: float, uses_oracle: bool = False) -> dict[str, Any]:
+    def begin_receiving(self, pickled: bytes, uses_oracle: bool = False) -> dict[str, Any]:
         """Plan the load of a manifest; return the `unknown` tensors to the reason, and the `missing` ones.
 
         Args:
-            pickled: Pickled `Manifest` of the tensors to receive.
-            scale: Factor of an adapter's product, for the factors of adapters among the tensors.
+            pickled: Pickled `Manifest` of the tensors to receive, and the `LoraConfig` of the adapters among them.
             uses_oracle: Compare quantised weights in float64 with those that arrive.
         """
         self._uses_oracle = uses_oracle
         self._manifest = self._receiver = self._adapters = None
-        manifest: Manifest = pickle.loads(pickled)
+        manifest: Manifest
+        lora: LoraConfig
+        manifest, lora = pickle.loads(pickled)
         unknown: dict[str, str] = {}
         missing: list[str] = []
         if manifest.form != "adapter":
@@ -198,7 +200,7 @@ class EngineWorker:
                 self._receiver = self.make_receiver(manifest.without_factors())
             unknown, missing = dict(self._receiver.plan.unknown), list(self._receiver.plan.missing)
         if manifest.num_factors:
-            self._adapters = AdapterReceiver(self._adapter_manager(), manifest, scale)
+            self._adapters = AdapterReceiver(self._adapter_manager(), manifest, lora)
             unknown |= self._adapters.unknown
             missing += self._adapters.missing
         self._manifest = manifest

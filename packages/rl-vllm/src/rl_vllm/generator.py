@@ -288,10 +288,11 @@ class VllmGenerator:
             GeneratorError: If requests are in flight; pause first.
         """
         self._lifecycle.begin(manifest)
-        scale = self._model.lora_cfg.scale
         quantization = self._backend.quantization
         uses_oracle = quantization is not None and self._num_syncs % quantization.oracle_every == 0
-        plans = await self._on_every_rank("begin_receiving", pickle.dumps(manifest), scale, uses_oracle)
+        plans = await self._on_every_rank(
+            "begin_receiving", pickle.dumps((manifest, self._model.lora_cfg)), uses_oracle
+        )
         unknown, missing = _left_out(plans)
         if unknown or missing:
             reasons = [f"{name} ({reason})" for name, reason in unknown.items()]

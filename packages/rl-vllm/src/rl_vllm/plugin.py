@@ -210,8 +210,17 @@ def adapter_problem(config: VllmConfig, model: ModelConfig, device: Device) -> s
             "adapters that vLLM applies to quantised weights have not been verified. Set lora_sync=merged, or remove "
             f"{KEY}.quantization"
         )
-    if lora.dim > MAX_ADAPTER_DIM:
-        return f"vLLM applies adapters up to dim {MAX_ADAPTER_DIM}, but lora_cfg.dim is {lora.dim}"
+    if lora.max_dim > MAX_ADAPTER_DIM:
+        key = "dim" if lora.dim > MAX_ADAPTER_DIM else "rank_pattern"
+        return (
+            f"vLLM applies adapters up to dim {MAX_ADAPTER_DIM}, but lora_cfg.{key} asks for {lora.max_dim}. Set "
+            "lora_sync=merged, or lower it"
+        )
+    if lora.use_dora:
+        return (
+            "vLLM applies the products of adapters, not the magnitudes of DoRA (lora_cfg.use_dora). Set "
+            "lora_sync=merged, or use_dora=false"
+        )
     if lora.target_parameters:
         return (
             "vLLM does not receive adapters of experts (lora_cfg.target_parameters) separately. Set lora_sync=merged, "

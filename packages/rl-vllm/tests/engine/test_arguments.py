@@ -231,4 +231,6 @@ def test_an_engine_that_applies_adapters_has_room_for_those_of_one_version(tmp_p
     some = LoraConfig(enabled=True, dim=8, match_all_linear=False, target_modules=["q_proj", "self_attn.o_proj"])
     found = started_with(folder, Placement("cuda"), lora=some)
     assert (found.max_lora_rank, found.lora_target_modules) == (8, ["o_proj", "q_proj"])
+    mixed = some.model_copy(update={"rank_pattern": {"q_proj": 20}})
+    assert started_with(folder, Placement("cuda"), lora=mixed).max_lora_rank == 32
     assert not started_with(folder, Placement("cuda")).enable_lora

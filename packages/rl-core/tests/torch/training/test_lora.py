@@ -4,6 +4,9 @@ import json
 
 import pytest
 import torch
+from peft import LoraConfig as PeftConfig
+from peft import inject_adapter_in_model
+from peft.utils.other import get_pattern_key
 from safetensors.torch import save_file
 
 from rl_core.model_config import LoraConfig, ModelConfig
@@ -11,11 +14,13 @@ from rl_core.selfcheck.torch.tiny_model import write_tiny_model
 from rl_core.torch.training.lora import (
     InitialFactors,
     check_base,
+    check_sizes,
     flat_factors,
     initial_down,
     is_adapted,
     is_adapted_stack,
     peft_layers,
+    size_of,
     stacked_factors,
 )
 
@@ -30,6 +35,44 @@ def test_layers_are_chosen_by_whole_parts_of_their_names():
     everywhere = LoraConfig(exclude_modules=["q_proj"])
     assert is_adapted("layers.0.k_proj", everywhere)
     assert not is_adapted("layers.0.q_proj", everywhere)
+
+
+def test_the_first_pattern_that_matches_sets_a_size_as_in_peft():
+    ranks = {"1.q_proj": 2, "q_proj": 16, r"layers\.\d\.(up|gate)_proj": 4, "^layers.0.down_proj": 3}
+    alphas = {"o_proj": 5, "layers.1.q_proj": 9}
+    config = LoraConfig(dim=8, alpha=16, rank_pattern=ranks, alpha_pattern=alphas)
+    names = ("q_proj", "up_proj", "gate_proj", "down_proj", "o_proj", "seq_proj")
+    prefixes = [f"{start}layers.{number}." for start in ("", "model.") for number in (0, 1, 11)]
+    for layer in (prefix + name for prefix in prefixes for name in names):
+        dim = ranks.get(get_pattern_key(ranks, layer), 8)
+        alpha = alphas.get(get_pattern_key(alphas, layer), 16)
+        assert size_of(layer, config) == (dim, alpha, alpha / dim), layer
+    assert (
+        size_of("model.layers.0.q_proj", LoraConfig(rank_pattern={"model.language_model.layers.0.q_proj": 3})).dim == 3
+    )
+    check_sizes(config, ["model.layers.1.q_proj", "layers.0.up_proj", "layers.0.down_proj", "o_proj"])
+    with pytest.raises(ValueError, match=r"alpha_pattern: 'o_proj' matches no layer .* Names end in q_proj"):
+        check_sizes(LoraConfig(alpha_pattern={"o_proj": 5}), ["layers.1.q_proj"])
+
+
+def test_principal_factors_are_those_of_peft_and_their_product_has_the_largest_singular_values():
+    weight = torch.randn(12, 20, generator=torch.Generator().manual_seed(0))
+    stored = {"q_proj.weight": weight}
+    config = LoraConfig(enabled=True, dim=4, alpha=6, init="pissa")
+    initial = InitialFactors.of(config, seed=1, stored=stored.__getitem__)
+    down, up = initial.of_weight("q_proj.weight", (4, 20), (12, 4))
+    layer = torch.nn.Linear(20, 12, bias=False)
+    layer.weight.data.copy_(weight)
+    theirs = inject_adapter_in_model(
+        PeftConfig(r=4, lora_alpha=6, target_modules=["q_proj"], init_lora_weights="pissa"),
+        torch.nn.ModuleDict({"q_proj": layer}),
+    )["q_proj"]
+    torch.testing.assert_close(down, theirs.lora_A["default"].weight.data)
+    torch.testing.assert_close(up, theirs.lora_B["default"].weight.data)
+    torch.testing.assert_close(weight - 1.5 * up @ down, theirs.base_layer.weight.data)
+    values = torch.linalg.svdvals(1.5 * up @ down)
+    torch.testing.assert_close(values[:4], torch.linalg.svdvals(weight)[:4])
+    assert initial.of_weight("q_proj.weight", (4, 20), (12, 4))[0] is down, "it is computed once"
 
 
 def test_an_adapter_starts_the_same_in_every_process_and_unlike_its_neighbours():

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from rl_core.facts.parameter_patterns import check_patterns, frozen_names
@@ -18,7 +18,7 @@ from rl_core.torch.heads.vocab_parallel import VocabShard
 from rl_core.torch.kernels.devices import runs_kernels
 from rl_core.torch.kernels.exact import exact_rows
 from rl_core.torch.process_group import on_all_ranks
-from rl_core.torch.training.lora import InitialFactors
+from rl_core.torch.training.lora import MAGNITUDE, InitialFactors
 from rl_core.torch.training.recompute import max_tokens
 from rl_dtensor.config import DTensorConfig
 from rl_dtensor.model import settings
@@ -30,6 +30,7 @@ from rl_dtensor.model.layers.experts import dispatch_experts, fuse_experts
 from rl_dtensor.model.layers.fusion import fuse_layers
 from rl_dtensor.model.layers.lora import BASE, adapters_of, add_adapters, init_adapters
 from rl_dtensor.model.layers.low_precision import fit_to_ranks, formats_of, lower_precision, token_multiple
+from rl_dtensor.model.layers.quantized_base import check_blocks, quantize_base
 from rl_dtensor.model.layers.recompute import CountedMemory, checkpoint_activations, fixed_plan
 from rl_dtensor.model.layers.replay import RouterReplay
 from rl_dtensor.model.layout import Alignment, Context, lay_out
@@ -38,7 +39,7 @@ from rl_dtensor.model.model import ReadingModel, ShardedModel
 from rl_dtensor.model.precision import Kept, widen
 from rl_dtensor.model.tiny import is_dropout
 from rl_dtensor.model.vision.vision import VisionParts, vision_of
-from rl_dtensor.model.weights import SCORE, Catalog, ShardedWeights, persistent, tied_pairs
+from rl_dtensor.model.weights import SCORE, Catalog, ShardedWeights, persistent, stored_weight, tied_pairs
 from rl_dtensor.model.whole import LM_HEAD, decoder_layers, fix_frequencies, model_on_meta, shape_of
 from rl_dtensor.parallel.dispatch import AllToAll, DeepEP, Dispatch, default_chunks
 from rl_dtensor.parallel.experts import expert_modules, split_experts
@@ -79,12 +80,16 @@ def build_model(
         raise ValueError(f"generation.exact: {inexact}")
     if backend.attention_backend == "auto" and mesh.kind.runs_on_gpus:
         activate_flash_attention(settings.largest_head(fields))
-    initial = InitialFactors.of(config.lora_cfg, spec.seed, is_whole=config.vision.enabled)
     files = WeightFiles.of(folder, is_whole=config.vision.enabled)
     model = ModelBuilder(config, backend, spec, hf_config, files=files, is_packed=is_packed, mesh=mesh).build()
     is_headless = spec.role in HEADLESS_ROLES
     new, foreign = ([SCORE], [LM_HEAD]) if is_headless else ([], [])
     model.weights.load(files, new=new, foreign=foreign)
+
+    def stored(name: str) -> Tensor:
+        return stored_weight(files, model.weights.catalog, name).to(mesh.device, model.compute)
+
+    initial = InitialFactors.of(config.lora_cfg, spec.seed, is_whole=config.vision.enabled, stored=stored)
     for chunk in model.chunks:
         init_adapters(chunk.hf, initial)
         if is_headless and chunk.is_last and SCORE not in files.names:
@@ -96,6 +101,7 @@ def build_model(
     if not is_headless:
         on_all_ranks(mesh.control, lambda: check_logits(model, mesh))
         on_all_ranks(mesh.control, lambda: check_packing(model, mesh))
+    model.initial = initial if initial.is_principal else None
     return model
 
 
@@ -154,6 +160,7 @@ class ModelBuilder:
         self.frozen |= VisionParts.of(whole, config.vision).frozen(whole)
         parameters = {name for name, _ in whole.named_parameters()}
         replicates = self.trains_all and not kept.computed.isdisjoint(parameters)
+        replicates |= self.trains and config.lora_cfg.enabled and config.lora_cfg.use_dora
         memory = None
         if self.trains and mesh.kind.memory() is not None:
             named = whole.named_parameters() if self.trains_all else ()
@@ -230,10 +237,13 @@ class ModelBuilder:
                     if parameter.requires_grad:
                         parameter.data = parameter.data.float()
         lower_precision(hf, decoder_layers(hf), self.backend, kept.stored)
+        if self.config.lora_cfg.enabled and self.config.lora_cfg.base_quantization is not None:
+            quantize_base(hf, decoder_layers(hf), self.config.lora_cfg.base_quantization)
         return hf
 
     def _replicated(self, model: ReadingModel, kept: Kept) -> list[nn.Parameter]:
-        """Return the parameters that compute in float32 and are left out of FSDP, whose groups compute in one dtype.
+        """Return the parameters that compute in float32 and are left out of FSDP, whose groups compute in one dtype:
+        those that a family keeps, and the magnitudes of adapters.
 
         Those of the head are sharded as a group, as they may be large.
         """
@@ -241,7 +251,7 @@ class ModelBuilder:
         return [
             parameter
             for name, parameter in model.hf.named_parameters()
-            if name.replace(BASE, "") in kept.computed and id(parameter) not in heads
+            if (name.replace(BASE, "") in kept.computed or MAGNITUDE in name) and id(parameter) not in heads
         ]
 
     def _wide(self, model: ReadingModel, kept: Kept) -> list[nn.Module]:
@@ -287,6 +297,7 @@ class ModelBuilder:
                 is_exact=self.is_exact,
             )
             fit_to_ranks(hf)
+            check_blocks(hf)
         experts: list[nn.Module] = []
         if mesh.experts is not None:
             # Tensor-parallel ranks have the same tokens, unless these are split between blocks.

@@ -22,6 +22,7 @@ from rl_core.torch.heads.vocab_parallel import VocabShard
 from rl_core.torch.loss import Rows
 from rl_core.torch.optim.parameters import OptimizedParameter, describe_parameters
 from rl_core.torch.training.flops import ModelShape
+from rl_core.torch.training.lora import InitialFactors
 from rl_dtensor.model.attention import ROWS
 from rl_dtensor.model.kernels import Attend
 from rl_dtensor.model.layers.recompute import CountedMemory
@@ -194,7 +195,10 @@ class ShardedModel:
 
     Attributes:
         hf: Hugging Face model of the last chunk, for its config.
+        initial: The factors that were taken out of the weights; None if the weights are those of the files.
     """
+
+    initial: InitialFactors | None = None
 
     def __init__(
         self,

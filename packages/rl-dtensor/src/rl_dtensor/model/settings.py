@@ -129,6 +129,16 @@ def low_precision_problems(
         reason = "rounds the weights that train, but with lora_cfg.enabled only adapters train"
         remedy = "Set lora_cfg.enabled=false, or remove this key"
         yield Problem(f"{QAT}.enabled", reason, got=True, remedy=remedy)
+    quantization = adapters.base_quantization if adapters.enabled else None
+    if quantization is not None:
+        clashes = ((backend.float8.enabled, f"{FLOAT8}.enabled"), (backend.compile, "dtensor_cfg.compile"))
+        for is_set, key in clashes:
+            if is_set:
+                reason = (
+                    f"cannot be combined with {key}=true, because layers dequantise their weights when they compute"
+                )
+                remedy = f"Remove {key} or this key"
+                yield Problem("lora_cfg.base_quantization", reason, got=quantization, remedy=remedy)
     if qat.enabled and qat.format != "int4" and "group_size" in qat.model_fields_set:
         yield Problem.unused(f"{QAT}.group_size", f"with {QAT}.format={qat.format}")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -25,11 +26,12 @@ from transformers.core_model_loading import (
 from rl_core.torch.files.model_files import READ_AS_WEIGHTS, OpenWeights, WeightFiles, head_advice
 from rl_core.torch.quantization.float8 import largest_values
 from rl_core.torch.quantization.formats import Float8Format, WeightFormat, rounded
-from rl_core.torch.training.lora import LORA_A, LORA_B, WEIGHT
+from rl_core.torch.training.lora import WEIGHT
 from rl_core.torch.transport.exchange import HeldPart, Holdings
 from rl_core.weights import TensorSpec
 from rl_dtensor.model.layers.lora import BASE, Adapter, adapters_of
 from rl_dtensor.model.layers.low_precision import largest_of_ranks
+from rl_dtensor.model.layers.quantized_base import PackedFormat, logical_slices, quantized_layers, whole_values
 from rl_dtensor.parallel.fsdp import local, local_slices, whole
 from rl_dtensor.parallel.mesh import DTensorMesh
 
@@ -142,8 +144,8 @@ class Catalog:
         return None if found is None else [FilePiece(found, (), entry.shape)]
 
 
-PlacedAdapter = tuple[str, int, tuple[tuple[str, tuple[int, ...]], tuple[str, tuple[int, ...]]]]
-"""Name of the weight of an adapter, the pipeline stage that holds it, and the name and shape of both factors."""
+PlacedAdapter = tuple[str, int, tuple[tuple[str, tuple[int, ...]], ...]]
+"""Name of the weight of an adapter, the pipeline stage that holds it, and the name and shape of its tensors."""
 
 
 class ShardedWeights:
@@ -172,7 +174,9 @@ class ShardedWeights:
         self._mesh = mesh
         self.held: dict[str, Tensor] = {}
         self._adapters: dict[str, Adapter] = {}
+        self._packed: dict[str, PackedFormat] = {}
         for hf in chunks:
+            self._packed |= {f"{name}.weight".replace(BASE, ""): each.format for name, each in quantized_layers(hf)}
             for name, tensor in persistent(hf).items():
                 plain = name.replace(BASE, "")
                 self.held.setdefault(catalog.tied.get(plain, plain), tensor)
@@ -191,11 +195,20 @@ class ShardedWeights:
         """
         if problem := self.catalog.problem(files, new=new, foreign=foreign):
             raise ValueError(problem)
-        sources = {entry.name: self.catalog.sources(entry, files.names) for entry in self.catalog.entries}
+        entries = {entry.name: entry for entry in self.catalog.entries}
+        sources = {name: self.catalog.sources(entry, files.names) for name, entry in entries.items()}
         with files.open() as opened, torch.no_grad():
             for name, target in self.held.items():
+                fmt = self._packed.get(name)
+                if fmt is None:
+                    for piece in sources[name] or ():
+                        read_into(opened, piece, target)
+                    continue
+                entry, held = entries[name], logical_slices(target, fmt)
+                values = torch.empty([each.stop - each.start for each in held], dtype=entry.dtype)
                 for piece in sources[name] or ():
-                    read_into(opened, piece, target)
+                    _read_part(opened, piece, values, held, entry.shape)
+                local(target).copy_(fmt.pack(values.to(self._mesh.device)))
 
     def specs(self, dtype: str) -> list[TensorSpec]:
         """Return all tensors of the files, floating ones in a dtype unless they stay float32."""
@@ -241,17 +254,23 @@ class ShardedWeights:
             if entry.stage % self._mesh.sizes.pp != stage:
                 continue
             target, adapter, fmt = self.held[entry.name], self._adapters.get(entry.name), self._served.get(entry.name)
-            factors = None if adapter is None else adapter.factors()
-            part, held = local(target), local_slices(target)
+            factors, factor, packed = None, None, self._packed.get(entry.name)
+            if adapter is not None:
+                factors = adapter.factors()
+                if adapter.magnitude is not None:
+                    factor = adapter.row_factor(whole_values(target, packed, torch.float32))
+            part, held = local(target), logical_slices(target, packed)
             for piece in entry.pieces if part.numel() else ():
-                shared = _shared(piece.region, held, target.shape)
+                shared = _shared(piece.region, held, entry.shape)
                 if shared is None:
                     continue
                 into, taken = shared
-                own = HeldPart(tuple((each.start, each.stop) for each in taken), part[into])
+                values = part[into] if packed is None else partial(_unpacked, packed, part, entry.dtype, into)
+                own = HeldPart(tuple((each.start, each.stop) for each in taken), values)
                 if factors is not None:
                     left, right, scale = factors
                     own = own.with_product(left[piece.region], right[piece.region[: right.dim() - 2]], scale)
+                    own = own if factor is None else own.with_factor(factor)
                 if fmt is not None:
                     own = self._rounded(own, fmt, piece.shape[1], getattr(torch, entry.dtype_in(dtype)))
                 found[piece.name] = [own]
@@ -281,15 +300,15 @@ class ShardedWeights:
 
     @torch.no_grad()
     def adapters(self, dtype: str = "float32", *, everywhere: bool = True) -> Iterator[tuple[str, Tensor]]:
-        """Yield the factors of every adapter, and a score head; collective.
+        """Yield the tensors of every adapter, and a score head; collective.
 
         All are always whole on every rank.
         """
         kind = getattr(torch, dtype)
-        for weight, stage, factors in self._placed_adapters():
+        for weight, stage, placed in self._placed_adapters():
             own = self._adapters.get(weight)
-            parts = (None, None) if own is None else (whole(own.down, kind), whole(own.up, kind))
-            for (name, shape), part in zip(factors, parts, strict=True):
+            parts = [None] * len(placed) if own is None else [whole(each, kind) for _, each in own.named]
+            for (name, shape), part in zip(placed, parts, strict=True):
                 yield name, self._from_stage(part, shape, kind, stage)
         for entry in self.catalog.entries:
             if entry.name == SCORE:
@@ -297,12 +316,11 @@ class ShardedWeights:
 
     def _placed_adapters(self) -> list[PlacedAdapter]:
         """Return the adapters of all pipeline stages, in the same order on every rank; collective."""
-        stage, here = self._mesh.on("pp"), []
+        stage = self._mesh.on("pp")
+        here: list[PlacedAdapter] = []
         for name, each in self._adapters.items():
             layer = name.removesuffix(WEIGHT)
-            here.append(
-                (name, stage, ((layer + LORA_A, tuple(each.down.shape)), (layer + LORA_B, tuple(each.up.shape))))
-            )
+            here.append((name, stage, tuple((layer + suffix, tuple(part.shape)) for suffix, part in each.named)))
         everyone: list[list[PlacedAdapter]] = [[]] * self._mesh.world_size
         dist.all_gather_object(everyone, here, group=self._mesh.control)
         return list(dict.fromkeys(placed for several in everyone for placed in several))
@@ -314,7 +332,9 @@ class ShardedWeights:
         if self._mesh.on("pp") == stage:
             tensor = self.held[entry.name]
             adapter = self._adapters.get(entry.name) if merges_adapters else None
-            gathered = whole(tensor, dtype) if adapter is None else adapter.merged(tensor, dtype)
+            packed = self._packed.get(entry.name)
+            gathered = whole_values(tensor, packed, dtype if adapter is None else torch.float32)
+            gathered = gathered if adapter is None else adapter.merged(gathered).to(dtype)
         return self._from_stage(gathered, entry.shape, dtype, stage)
 
     def _from_stage(self, tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, stage: int) -> Tensor:
@@ -383,11 +403,45 @@ def read_into(opened: OpenWeights, piece: FilePiece, target: Tensor) -> None:
             f"weight {name} has shape {shape}, the model's config says {piece.shape}; check config.json and "
             "policy.hf_config_overrides"
         )
-    part = local(target)
-    shared = _shared(piece.region, local_slices(target), target.shape) if part.numel() else None
+    _read_part(opened, piece, local(target), local_slices(target), target.shape)
+
+
+def _read_part(
+    opened: OpenWeights, piece: FilePiece, part: Tensor, held: Sequence[slice], shape: Sequence[int]
+) -> None:
+    """Read the values that a part of a parameter and a piece have in common.
+
+    Args:
+        opened: Files of the piece.
+        piece: Tensor of the files.
+        part: Part of the parameter.
+        held: Slices of the parameter that the part holds.
+        shape: Shape of the parameter.
+    """
+    shared = _shared(piece.region, held, shape) if part.numel() else None
     if shared is not None:
         into, taken = shared
         part[into].copy_(opened.read(piece.name, taken))
+
+
+def _unpacked(fmt: PackedFormat, packed: Tensor, dtype: torch.dtype, into: tuple[int | slice, ...]) -> Tensor:
+    return fmt.unpack(packed, dtype)[into]
+
+
+def stored_weight(files: WeightFiles, catalog: Catalog, name: str) -> Tensor:
+    """Return a weight of the model as the files have it, in float32.
+
+    Args:
+        files: Files with the weights of the whole model.
+        catalog: Catalog of the model.
+        name: Name of the weight in the model.
+    """
+    entry = next(each for each in catalog.entries if each.name == name)
+    found = torch.empty(entry.shape)
+    with files.open() as opened:
+        for piece in catalog.sources(entry, files.names) or ():
+            read_into(opened, piece, found)
+    return found
 
 
 def _shared(

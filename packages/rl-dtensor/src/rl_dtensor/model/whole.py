@@ -25,6 +25,7 @@ from rl_core.torch.files.model_files import WeightFiles, read_hf_config
 from rl_core.torch.training.flops import ModelShape, attention_shapes, setting
 from rl_dtensor.config import AttentionBackend
 from rl_dtensor.model.attention import ROWS, RowsUnknown, attention_for, rows_problem, tell_chunks
+from rl_dtensor.model.layers.quantized_base import format_of
 from rl_dtensor.model.layers.recurrent import run_rows_alone
 from rl_dtensor.model.weights import SCORE, Catalog
 from rl_dtensor.parallel.body import body_of, is_composite
@@ -136,7 +137,7 @@ def shape_of(hf: PreTrainedModel) -> ModelShape:
         for parameter in module._parameters.values():
             if parameter is None or parameter.dim() < 2:
                 continue
-            entries = parameter.numel()
+            entries = parameter.numel() if format_of(module) is None else module.in_features * module.out_features
             if id(module) in stacked:
                 # Only the experts that a token is sent to compute, and biases are not multiplied with.
                 num_experts = parameter.shape[0]

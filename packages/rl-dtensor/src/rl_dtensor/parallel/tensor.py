@@ -23,7 +23,7 @@ from rl_dtensor.parallel.plan import blocks_of, whole_blocks_of
 SEQUENCE = -2
 """The dim of tokens in hidden states, `[batch, seq, hidden]` or `[tokens, hidden]`."""
 
-LORA_A, LORA_B = ".lora_A.default", ".lora_B.default"
+LORA_A, LORA_B, MAGNITUDE = ".lora_A.default", ".lora_B.default", ".lora_magnitude_vector.default"
 
 
 def split_tensors(
@@ -103,10 +103,10 @@ class _Splitter:
             tied.weight = cast("nn.Embedding", embedding).weight
 
     def _split(self, plain: str, module: nn.Module) -> None:
-        owner, is_a, is_b = plain, LORA_A in plain, LORA_B in plain
+        owner, is_a, is_b = plain, LORA_A in plain, LORA_B in plain or MAGNITUDE in plain
         is_adapter = is_a or is_b
-        if is_adapter:
-            owner = plain.partition(LORA_A if is_a else LORA_B)[0]
+        for part in (LORA_A, LORA_B, MAGNITUDE):
+            owner = owner.partition(part)[0]
         style = self._plan.get(owner)
         gathers = style == "colwise_gather_output" or (self._is_exact and style == "rowwise_split_input")
         if is_a and style == "colwise":

@@ -16,8 +16,17 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
 from rl_core.model_config import LoraConfig
-from rl_core.torch.training.lora import LORA_A, LORA_B, WEIGHT, ends_with, is_adapted, nothing_adapted
-from rl_megatron.checks import EXPERTS_PROBLEM
+from rl_core.torch.training.lora import (
+    LORA_A,
+    LORA_B,
+    WEIGHT,
+    check_sizes,
+    ends_with,
+    is_adapted,
+    nothing_adapted,
+    size_of,
+)
+from rl_megatron.checks import DORA_PROBLEM, EXPERTS_PROBLEM, QUANTIZATION_PROBLEM
 from rl_megatron.conversion.splits import Chunks, Vocabulary, Whole
 from rl_megatron.conversion.weight_map import AdapterMap, HFTensor, WeightMap, global_name
 from rl_megatron.families.catalog import family_of
@@ -58,20 +67,28 @@ def pass_gradients(chunk: Chunk) -> None:
     )
 
 
-def targeted_adapters(maps: Sequence[WeightMap], kind: str, config: LoraConfig, size: int) -> dict[str, AdapterMap]:
+def targeted_adapters(
+    maps: Sequence[WeightMap], kind: str, config: LoraConfig, num_ranks: int
+) -> dict[str, AdapterMap]:
     """Return the adapters of a config, by the name of the weight that each adapts.
 
     Args:
         maps: Maps of all weights of the model.
         kind: Type of the model.
         config: Settings of the adapters.
-        size: Number of tensor-parallel ranks.
+        num_ranks: Number of tensor-parallel ranks.
 
     Raises:
         ValueError: If a target of the config is not a linear layer of the model, or is an expert or a router.
     """
-    if config.target_parameters:
-        raise ValueError(f"{EXPERTS_PROBLEM.key}: {EXPERTS_PROBLEM.message}")
+    refused = (
+        (EXPERTS_PROBLEM, config.target_parameters),
+        (DORA_PROBLEM, config.use_dora),
+        (QUANTIZATION_PROBLEM, config.base_quantization),
+    )
+    for problem, is_met in refused:
+        if is_met:
+            raise ValueError(f"{problem.key}: {problem.message}")
     linear = [(entry, source) for entry in maps if _is_linear(entry) for source in entry.sources]
     experts = [source.name for entry in maps if _is_of_experts(entry) for source in entry.sources]
     for ending in () if config.match_all_linear else config.target_modules:
@@ -89,16 +106,18 @@ def targeted_adapters(maps: Sequence[WeightMap], kind: str, config: LoraConfig, 
             continue
         outputs, inputs = source.shape
         target = f"{entry.target.removesuffix(WEIGHT)}.adapters.{_short(source.name)}"
-        is_even = entry.split.dim == 0 and entry.split.is_even(size)
-        down = HFTensor(f"{theirs}{LORA_A}", (config.dim, inputs))
-        up = HFTensor(f"{theirs}{LORA_B}", (outputs, config.dim))
+        is_even = entry.split.dim == 0 and entry.split.is_even(num_ranks)
+        size = size_of(theirs, config)
+        down = HFTensor(f"{theirs}{LORA_A}", (size.dim, inputs))
+        up = HFTensor(f"{theirs}{LORA_B}", (outputs, size.dim))
         adapters[source.name] = AdapterMap(
             WeightMap(f"{target}.down", (down,), Chunks(inputs, dim=1) if entry.split.dim == 1 else Whole()),
             WeightMap(f"{target}.up", (up,), Chunks(outputs) if is_even else Whole()),
-            config.scale,
+            size.scale,
         )
     if not adapters:
         raise nothing_adapted(config, f"a {kind} model")
+    check_sizes(config, [name.removesuffix(WEIGHT) for name in adapters])
     return adapters
 
 
@@ -136,7 +155,7 @@ class Adapters(nn.Module):
         self.num_rows = sum(len(rows) for rows, _ in places.values())
         adapted = {_short(name): (adapters[name], *found) for name, found in places.items() if name in adapters}
         self.names = list(adapted)
-        self.scale = next(iter(adapted.values()))[0].scale
+        self.scales = {name: found.scale for name, (found, _, _) in adapted.items()}
         self.is_uneven = self.split_dim == 0 and not entry.split.is_even(size)
         for name, (found, rows, own) in adapted.items():
             down, up = (
@@ -167,14 +186,17 @@ class Adapters(nn.Module):
         low = self._exchanged(low)
         # In `[rows of the layer, dims]`, each adapter's rows are at the rows of its weight; the others are zeros.
         blocks = []
+        scale = self.scales[self.names[0]]
         for name, adapter in zip(self.names, adapters, strict=True):
             rows, up = self.get_buffer(f"{name}_rows"), adapter.up
             block = up.new_zeros((self.num_rows, up.shape[1]))
             if self.is_uneven:
                 # Each rank has the gradient from its own rows.
                 up = tensor_parallel.copy_to_tensor_model_parallel_region(up)[self.get_buffer(f"{name}_own")]
+            if self.scales[name] != scale:
+                up = up * (self.scales[name] / scale)
             blocks.append(block.index_copy(0, rows, up))
-        return F.linear(low, torch.cat(blocks, 1)) * self.scale
+        return F.linear(low, torch.cat(blocks, 1)) * scale
 
     def _exchanged(self, low: Tensor) -> Tensor:
         """Exchange the output `[seq, batch, dims]` of `down` between ranks as `up` needs it."""

@@ -163,7 +163,7 @@ class MegatronWeights:
     @torch.no_grad()
     def load(self, initial: InitialFactors) -> None:
         """Fill this rank's parameters, reading only its slices; a head that the files lack is made by `new_head`, and
-        adapters start as in peft.
+        adapters start as in peft. Factors that are parts of the weights are taken out of them.
 
         Raises:
             ValueError: If weights are missing, unexpected, or of another shape, with their names.
@@ -185,6 +185,9 @@ class MegatronWeights:
                             f"{source.shape}; check hf_config_overrides"
                         )
                 target.copy_(entry.split.part(partial(_read, opened, entry.sources), *self.share(entry)))
+                if initial.is_principal and any(source.name in self._model.adapters for source in entry.sources):
+                    product = entry.split.part(partial(self._product, initial, entry.sources), *self.share(entry))
+                    target.copy_(target.float() - product.to(target.device))
         initial.check(self._model.adapters)
         for name, adapter in self._model.adapters.items():
             down, up = self.held.get(adapter.down.target), self.held.get(adapter.up.target)
@@ -193,6 +196,26 @@ class MegatronWeights:
             wholes = initial.of_weight(name, adapter.down.sources[0].shape, adapter.up.sources[0].shape)
             for target, half, whole in zip((down, up), (adapter.down, adapter.up), wholes, strict=True):
                 target.copy_(half.split.part(partial(_slice, whole), *self.share(half)))
+
+    def _product(
+        self, initial: InitialFactors, sources: Sequence[HFTensor], index: int, slices: tuple[slice, ...]
+    ) -> Tensor:
+        """Return a part of the product that is taken out of a source; zeros without an adapter."""
+        name = sources[index].name
+        if name not in self._model.adapters:
+            return torch.zeros(sources[index].shape)[slices]
+        down, up = initial.principal(name)
+        rows, columns = (*slices, slice(None), slice(None))[:2]
+        return self._model.adapters[name].scale * up[rows] @ down[:, columns]
+
+    def stored(self, name: str) -> Tensor:
+        """Return a weight as the files have it, in the dtype of the model.
+
+        Args:
+            name: Name of the weight in the files.
+        """
+        with self._files.open() as opened:
+            return opened.read(name, ()).to(self._mesh.device, self._model.config.params_dtype)
 
     def stream(
         self,

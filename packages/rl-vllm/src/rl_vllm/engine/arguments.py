@@ -110,7 +110,7 @@ def engine_arguments(
     if applies_adapters:
         # The engine has room for the adapters of one weight version.
         further |= {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1}
-        further["max_lora_rank"] = min(rank for rank in get_args(MaxLoRARanks) if rank >= model.lora_cfg.dim)
+        further["max_lora_rank"] = min(rank for rank in get_args(MaxLoRARanks) if rank >= model.lora_cfg.max_dim)
         further["lora_target_modules"] = adapted_layers(model)
     if sleeps:
         # Graphs go to host memory with the weights, and communicators give back their buffers. Both are restored at the

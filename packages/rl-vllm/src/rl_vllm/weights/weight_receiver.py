@@ -17,7 +17,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from rl_core.errors import WeightSyncError
-from rl_core.torch.training.lora import LORA_A, LORA_B
+from rl_core.model_config import LoraConfig
+from rl_core.torch.training.lora import LORA_A, LORA_B, size_of
 from rl_core.torch.transport.bucket import Region
 from rl_core.weights import Manifest
 from rl_vllm.patches.direct_copies import keeps_direct_copies
@@ -147,17 +148,17 @@ class AdapterReceiver:
     Args:
         manager: Manager of the adapters on this rank's model.
         manifest: Announces the factors.
-        scale: Factor of an adapter's product.
+        lora: Settings of the adapters, which determine the scales of their products.
 
     Attributes:
         unknown: Tensors that are not factors, or that no layer takes, to the reason.
         missing: Factors that belong to announced ones and were not announced.
     """
 
-    def __init__(self, manager: LoRAModelManager, manifest: Manifest, scale: float) -> None:
+    def __init__(self, manager: LoRAModelManager, manifest: Manifest, lora: LoraConfig) -> None:
         self._manager = manager
         self._version = manifest.version
-        self._scale = scale
+        self._scales: dict[str, float] = {}
         self._factors: dict[EngineFactor, Tensor] = {}
         self._announced: dict[str, EngineFactor] = {}
         # Layers that are fused into each layer of the engine; the layer itself, if none are.
@@ -174,6 +175,7 @@ class AdapterReceiver:
             layer, is_down = parse_fine_tuned_lora_name(name, mapper)
             if layer in served:
                 self._announced[name] = (layer, is_down)
+                self._scales[layer] = size_of(name.removesuffix(LORA_A).removesuffix(LORA_B), lora).scale
             else:
                 self.unknown[name] = "no layer of the engine takes an adapter under this name"
             other = name.removesuffix(LORA_A) + LORA_B if is_down else name.removesuffix(LORA_B) + LORA_A
@@ -196,7 +198,7 @@ class AdapterReceiver:
         for layer in dict.fromkeys(layer for layer, _ in self._factors):
             down, up = self._factors[layer, True], self._factors[layer, False]
             # vLLM scales the second factor in place. Its own scale, alpha / rank, gives way to the given one.
-            loras[layer] = LoRALayerWeights(layer, down.shape[0], 1, down, up.clone(), scaling=self._scale)
+            loras[layer] = LoRALayerWeights(layer, down.shape[0], 1, down, up.clone(), scaling=self._scales[layer])
         # The earlier ones go first: there is one place on the device.
         self._manager.remove_all_adapters()
         self._manager.add_adapter(LoRAModel(self._version, max(lora.rank for lora in loras.values()), loras))
@@ -230,7 +232,7 @@ class AdapterReceiver:
         """Return this rank's part of the factors of the layers that are fused into one, for each part of its output."""
         downs = [self._factors.get((layer, True)) for layer in layers]
         plain = [self._factors.get((layer, False)) for layer in layers]
-        ups = [None if up is None else up * self._scale for up in plain]
+        ups = [None if up is None else up * self._scales[layer] for layer, up in zip(layers, plain, strict=True)]
         if all(up is None for up in ups):
             return [None] * module.n_slices
         if len(layers) == 1:

@@ -47,6 +47,7 @@ from rl_core.torch.loss import Rows
 from rl_core.torch.residency import Residency
 from rl_core.torch.training.checkpoint_files import KeptSavePlanner
 from rl_core.torch.training.flops import ModelShape
+from rl_core.torch.training.lora import InitialFactors
 from rl_core.torch.training.memory import StepPlan
 from rl_core.torch.transport.exchange import Holdings
 from rl_core.weights import TensorSpec
@@ -354,6 +355,7 @@ class TrainingParts(NamedTuple):
         plan_step: Function that plans the memory of training steps (`rl_core.torch.training.memory.planned_step`);
             None if the model does not train or its device has no memory of its own.
         shares_prefixes: True if the model computes tokens that rows begin with in common once.
+        initial: The factors of adapters that were taken out of the weights; None if the weights are those of the files.
     """
 
     model: RankModel
@@ -364,3 +366,4 @@ class TrainingParts(NamedTuple):
     draft_head: HeadParts | None = None
     plan_step: Callable[[int], StepPlan] | None = None
     shares_prefixes: bool = False
+    initial: InitialFactors | None = None

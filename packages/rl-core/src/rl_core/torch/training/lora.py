@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file
@@ -27,6 +28,8 @@ LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
 """Suffixes of a layer's name in the names of its adapter's factors: `[dim, inputs]` and `[outputs, dim]`, as in the
 files of peft. Those of stacked experts are `[experts, dim, inputs]` and `[experts, outputs, dim]` under the name of the
 stacked weight, and are renamed and reshaped for peft: `peft_layers`, `flat_factors`."""
+MAGNITUDE = ".lora_magnitude_vector"
+"""Suffix of a layer's name in the name of the magnitudes `[outputs]` of DoRA, as in the files of peft."""
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_PREFIX = "base_model.model."
@@ -77,6 +80,53 @@ def refused_by_peft(model: Any, layers: Iterable[str]) -> set[str]:
 def is_adapted_stack(weight: str, config: LoraConfig) -> bool:
     """Return whether a weight of stacked experts of this name gets an adapter for each of them."""
     return ends_with(weight, config.target_parameters) and not ends_with(weight, config.exclude_modules)
+
+
+class AdapterSize(NamedTuple):
+    """Rank of an adapter, numerator of its scale, and the scale, by which its product is multiplied."""
+
+    dim: int
+    alpha: float
+    scale: float
+
+
+def size_of(layer: str, config: LoraConfig) -> AdapterSize:
+    """Return the size of the adapter of a layer, which a pattern may set.
+
+    Args:
+        layer: Name of a linear layer, or of a stacked weight of experts.
+        config: Settings of the adapters.
+    """
+    dim = next((dim for pattern, dim in config.rank_pattern.items() if fits(layer, pattern)), config.dim)
+    alpha = next((alpha for pattern, alpha in config.alpha_pattern.items() if fits(layer, pattern)), config.alpha)
+    return AdapterSize(dim, alpha, config.scale_of(dim, alpha))
+
+
+def fits(layer: str, pattern: str) -> bool:
+    """Return whether a pattern of `rank_pattern` or `alpha_pattern` matches a layer, by the rule of peft. Names that a
+    layer of a language model has within a composite model count as well."""
+    return any(re.match(rf"(.*\.)?({each})$", layer) for each in (pattern, alone(pattern)))
+
+
+def check_sizes(config: LoraConfig, layers: Iterable[str]) -> None:
+    """Refuse patterns of sizes that match no layer with an adapter.
+
+    Args:
+        config: Settings of the adapters.
+        layers: Names of all linear layers and stacked weights with an adapter.
+
+    Raises:
+        ValueError: Naming the pattern.
+    """
+    adapted = list(layers)
+    for key in ("rank_pattern", "alpha_pattern"):
+        for pattern in getattr(config, key):
+            if not any(fits(layer, pattern) for layer in adapted):
+                names = sorted({layer.rpartition(".")[2] for layer in adapted})
+                raise ValueError(
+                    f"lora_cfg.{key}: {pattern!r} matches no layer with an adapter; write a name, an ending of names, "
+                    f"or a regular expression of either. Names end in {', '.join(names)}"
+                )
 
 
 def peft_layers(weights: Iterable[str]) -> dict[str, str]:
@@ -132,6 +182,20 @@ def initial_down(weight: str, shape: Sequence[int], seed: int) -> Tensor:
     return torch.empty(tuple(shape)).uniform_(-bound, bound, generator=generator)
 
 
+def principal_factors(weight: Tensor, dim: int, scale: float) -> tuple[Tensor, Tensor]:
+    """Return float32 `[dim, inputs]` and `[outputs, dim]` whose scaled product is the part of a weight with its largest
+    singular values (PiSSA, arXiv:2404.02948).
+
+    Args:
+        weight: `[outputs, inputs]`.
+        dim: Number of singular values.
+        scale: Factor of the product.
+    """
+    left, values, right = torch.linalg.svd(weight.float(), full_matrices=False)
+    roots = (values[:dim] / scale).sqrt()
+    return roots[:, None] * right[:dim], left[:, :dim] * roots
+
+
 @dataclass(frozen=True)
 class InitialFactors:
     """The factors that the adapters of a model start from: new ones, or those in files of the format of peft.
@@ -140,26 +204,35 @@ class InitialFactors:
         seed: Seed of new ones.
         given: Given by name; empty for new ones.
         folder: That they were read from.
+        config: Settings of the adapters.
+        stored: Function that returns a weight of a linear layer as the files have it, `[outputs, inputs]`, in the dtype
+            of the model, by its name. Needed only if factors are taken out of the weights.
     """
 
     seed: int
     given: Mapping[str, Tensor] = field(default_factory=dict)
     folder: str = ""
+    config: LoraConfig = field(default_factory=LoraConfig)
+    stored: Callable[[str], Tensor] | None = None
+    _principal: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, config: LoraConfig, seed: int, *, is_whole: bool = False) -> InitialFactors:
+    def of(
+        cls, config: LoraConfig, seed: int, *, is_whole: bool = False, stored: Callable[[str], Tensor] | None = None
+    ) -> InitialFactors:
         """Return the factors that a config asks for.
 
         Args:
             config: Settings of the adapters.
             seed: Seed of new ones.
             is_whole: True for a composite model that is not trained as its language model.
+            stored: Function that returns a weight of a linear layer as the files have it.
 
         Raises:
             ValueError: If there is no adapter in the folder, or it is scaled differently.
         """
         if not config.enabled or config.adapter is None:
-            return cls(seed)
+            return cls(seed, config=config, stored=stored)
         folder = Path(config.adapter).expanduser()
         if not (folder / ADAPTER_WEIGHTS).is_file():
             raise ValueError(
@@ -168,7 +241,46 @@ class InitialFactors:
         factors = load_file(folder / ADAPTER_WEIGHTS)
         names = {name: name.removeprefix(ADAPTER_PREFIX) for name in factors}
         given = {name if is_whole else alone(name): factors[stored].float() for stored, name in names.items()}
-        return cls(seed, given, str(folder))
+        return cls(seed, given, str(folder), config)
+
+    @property
+    def is_principal(self) -> bool:
+        """True if the factors are taken out of the weights, which are left with the rest."""
+        return self.config.enabled and self.config.init == "pissa"
+
+    def magnitude(self, layer: str) -> Tensor | None:
+        """Return float32 `[outputs]`, the magnitudes of a layer in the folder; None for new adapters, whose magnitudes
+        are the norms of the rows.
+
+        Raises:
+            ValueError: If the folder has none.
+        """
+        if not self.given:
+            return None
+        if (found := self.given.get(layer + MAGNITUDE)) is None:
+            raise ValueError(
+                f"lora_cfg.use_dora: the adapter in {self.folder} has no magnitudes of {layer}; set use_dora=false"
+            )
+        return found
+
+    def principal(self, weight: str) -> tuple[Tensor, Tensor]:
+        """Return float32 `[dim, inputs]` and `[outputs, dim]`, in host memory, that were taken out of a weight. They
+        are computed once.
+
+        Raises:
+            ValueError: If the weight has fewer singular values.
+        """
+        if weight not in self._principal:
+            assert self.stored is not None, "factors are taken out of weights that can be read"
+            matrix, size = self.stored(weight), size_of(weight.removesuffix(WEIGHT), self.config)
+            if size.dim > min(matrix.shape):
+                raise ValueError(
+                    f"lora_cfg.init: {weight} of shape {tuple(matrix.shape)} has only {min(matrix.shape)} singular "
+                    f"values, but its adapter has rank {size.dim}; lower dim, or set rank_pattern for this layer"
+                )
+            down, up = principal_factors(matrix, size.dim, size.scale)
+            self._principal[weight] = (down.cpu(), up.cpu())
+        return self._principal[weight]
 
     def check(self, weights: Iterable[str]) -> None:
         """Refuse factors of layers that get no adapter.
@@ -180,7 +292,9 @@ class InitialFactors:
             ValueError: Naming the layers.
         """
         layers = set(peft_layers(weights).values())
-        others = sorted({name for name in self.given if name.removesuffix(LORA_A).removesuffix(LORA_B) not in layers})
+        suffixes = (LORA_A, LORA_B, MAGNITUDE) if self.config.use_dora else (LORA_A, LORA_B)
+        known = {layer + suffix for layer in layers for suffix in suffixes}
+        others = sorted(self.given.keys() - known)
         if others:
             raise ValueError(
                 f"lora_cfg.adapter: {self.folder} has {len(others)} tensors of layers without an adapter here, such as "
@@ -202,6 +316,8 @@ class InitialFactors:
         Raises:
             ValueError: If the folder has none of these shapes.
         """
+        if self.is_principal:
+            return self.principal(weight)
         if not self.given:
             return initial_down(weight, down, self.seed), torch.zeros(tuple(up))
         layer = layer or weight.removesuffix(WEIGHT)
@@ -215,7 +331,7 @@ class InitialFactors:
         if shapes != needed or found[0] is None or found[1] is None:
             raise ValueError(
                 f"lora_cfg.adapter: {self.folder} has factors of shapes {shapes} for {layer}, which needs "
-                f"{needed[0]} and {needed[1]}; set dim and target_modules as they are in that adapter"
+                f"{needed[0]} and {needed[1]}; set dim, rank_pattern and target_modules as they are in that adapter"
             )
         return (found[0], found[1]) if len(down) == 2 else stacked_factors(found[0], found[1], down[0])
 

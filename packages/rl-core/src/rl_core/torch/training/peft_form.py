@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from rl_core.model import HEADLESS_ROLES, Role
-from rl_core.model_config import ModelConfig
+from rl_core.model_config import LoraConfig, ModelConfig
 from rl_core.torch.files.language_part import LANGUAGE_PREFIX
 from rl_core.torch.process_group import on_rank0
 from rl_core.torch.training.backend import RankMesh, RankWeights
@@ -26,8 +28,11 @@ from rl_core.torch.training.lora import (
     LORA_A,
     LORA_B,
     WEIGHT,
+    AdapterSize,
+    InitialFactors,
     flat_factors,
     peft_layers,
+    size_of,
 )
 
 ADAPTER = "default"
@@ -48,10 +53,22 @@ class AdapterExport:
         role: Role of the model.
         folder: Folder of the model's files, which the adapters are attached to.
         mesh: Mesh of the model.
+        initial: The factors that were taken out of the weights; None if the weights are those of the files. They are
+            subtracted, so that the adapter fits the files: `up @ down - up_0 @ down_0` is one product of twice the
+            rank.
     """
 
-    def __init__(self, weights: RankWeights, *, config: ModelConfig, role: Role, folder: Path, mesh: RankMesh) -> None:
-        self._weights = weights
+    def __init__(
+        self,
+        weights: RankWeights,
+        *,
+        config: ModelConfig,
+        role: Role,
+        folder: Path,
+        mesh: RankMesh,
+        initial: InitialFactors | None = None,
+    ) -> None:
+        self._weights, self._initial = weights, initial
         self._config, self._role = config, role
         self._folder = folder
         self._mesh = mesh
@@ -68,6 +85,10 @@ class AdapterExport:
 
         def find() -> None:
             factors = {spec.name: torch.empty(spec.shape, device="meta") for spec in specs}
+            if self._initial is not None:
+                # Twice as many rows and columns, as after a subtraction.
+                for name in _products(factors):
+                    factors[name] = torch.cat([factors[name]] * 2, _dim_of_rank(name))
             self._form = peft_form(self._config, self._role, factors, self._folder)
 
         on_rank0(self._mesh.control, find)
@@ -86,11 +107,29 @@ class AdapterExport:
         def write() -> None:
             assert self._form is not None
             path.mkdir(parents=True, exist_ok=True)
+            for name in _products(gathered) if self._initial is not None else ():
+                gathered[name] = torch.cat([gathered[name], self._subtracted(name)], _dim_of_rank(name))
             save_file(self._form.files(gathered), path / ADAPTER_WEIGHTS, metadata={"format": "pt"})
             described = json.dumps(self._form.described, indent=2)
             (path / ADAPTER_CONFIG).write_text(described + "\n", encoding="utf-8")
 
         on_rank0(self._mesh.control, write)
+
+    def _subtracted(self, name: str) -> Tensor:
+        """Return the initial value of a factor, with the sign that subtracts the product."""
+        assert self._initial is not None
+        down, up = self._initial.principal(name.removesuffix(LORA_A).removesuffix(LORA_B) + WEIGHT)
+        return down if name.endswith(LORA_A) else -up
+
+
+def _products(tensors: Iterable[str]) -> list[str]:
+    """Return the names of tensors that are factors of a product."""
+    return [name for name in tensors if name.endswith((LORA_A, LORA_B))]
+
+
+def _dim_of_rank(name: str) -> int:
+    """Return the dim of a factor that has the rank of the adapter as its extent."""
+    return 0 if name.endswith(LORA_A) else 1
 
 
 def adapter_config(
@@ -99,6 +138,7 @@ def adapter_config(
     targets: Sequence[str],
     parameters: Sequence[str] = (),
     auto_mapping: Mapping[str, str] | None = None,
+    sizes: Mapping[str, AdapterSize] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Return the contents of `adapter_config.json`, which `peft` and vLLM read.
 
@@ -110,8 +150,10 @@ def adapter_config(
             would take for experts.
         auto_mapping: Class of a composite model for `AutoPeftModel` classes; None for other models, which
             they load by the task.
+        sizes: Sizes of the adapters by the names of their modules.
     """
     lora = config.lora_cfg
+    whole = size_in_files(AdapterSize(lora.dim, lora.alpha, lora.scale), lora)
     scores = role in HEADLESS_ROLES
     task = "SEQ_CLS" if scores else "CAUSAL_LM"
     return {
@@ -120,21 +162,33 @@ def adapter_config(
         "auto_mapping": auto_mapping,
         "base_model_name_or_path": config.model_name,
         "inference_mode": True,
-        "r": lora.dim,
-        "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
+        "r": whole.dim,
+        "lora_alpha": _plain(whole.alpha),
         # peft adds an adapter of a parameter to the parameter itself, so that there is no input to drop.
         "lora_dropout": 0.0 if parameters else lora.dropout,
         "use_rslora": lora.use_rslora,
-        "use_dora": False,
+        "use_dora": lora.use_dora,
         "target_modules": list(targets),
         "target_parameters": list(parameters) or None,
         "modules_to_save": [SCORE] if scores else None,
         "bias": "none",
         "fan_in_fan_out": False,
         "init_lora_weights": True,
-        "rank_pattern": {},
-        "alpha_pattern": {},
+        "rank_pattern": {name: size.dim for name, size in sizes.items() if size.dim != whole.dim},
+        "alpha_pattern": {name: _plain(size.alpha) for name, size in sizes.items() if size.alpha != whole.alpha},
     }
+
+
+def size_in_files(size: AdapterSize, lora: LoraConfig) -> AdapterSize:
+    """Return the size that an adapter has in files. It is twice as large, at the same scale, if the factors that it
+    started from are subtracted."""
+    if lora.init != "pissa":
+        return size
+    return AdapterSize(2 * size.dim, size.alpha * (math.sqrt(2) if lora.use_rslora else 2), size.scale)
+
+
+def _plain(number: float) -> float:
+    return int(number) if number == int(number) else number
 
 
 class PeftForm(NamedTuple):
@@ -178,7 +232,10 @@ def peft_form(config: ModelConfig, role: Role, factors: Mapping[str, Tensor], fo
             "lora_cfg.enabled: transformers has no class that loads this model for its role "
             f"({role}), so that nobody could attach the adapters; set lora_cfg.enabled=false"
         )
-    trial = _Trial(config, role, flat, layers, _stacks(factors))
+    stacks = _stacks(factors)
+    names = {layer: layer for layer in layers} | {layer: weight for weight, layer in peft_layers(stacks).items()}
+    sizes = {layer: size_in_files(size_of(name, config.lora_cfg), config.lora_cfg) for layer, name in names.items()}
+    trial = _Trial(config, role, flat, sizes, stacks)
     problem = ""
     found: list[tuple[int, PeftForm]] = []
     for base in bases:
@@ -217,15 +274,20 @@ class _Trial(NamedTuple):
 
     Args:
         factors: Tensors without data, by name in peft if its layers are called as in the trained model.
-        layers: Layers of peft with an adapter, named likewise.
+        sizes: Sizes of the adapters by the layers of peft, named likewise.
         stacks: Weights of stacked experts with an adapter.
     """
 
     config: ModelConfig
     role: Role
     factors: Mapping[str, Tensor]
-    layers: set[str]
+    sizes: Mapping[str, AdapterSize]
     stacks: Sequence[str]
+
+    @property
+    def layers(self) -> set[str]:
+        """Layers of peft with an adapter."""
+        return set(self.sizes)
 
     def form_on(self, base: _Base) -> PeftForm:
         """Return the form that peft loads onto a base.
@@ -265,23 +327,32 @@ class _Trial(NamedTuple):
         try:
             found, surplus = self._loaded(form, base)
         except (ValueError, RuntimeError, KeyError):
-            return set(self.layers)
+            return self.layers
         expected = {_renamed(layer, base.prefixes): layer for layer in self.layers}
-        missed = {layer for name, layer in expected.items() if name not in found}
-        return set(self.layers) if not missed and (surplus or found - expected.keys()) else missed
+        missed = {
+            layer
+            for name, layer in expected.items()
+            if name not in found or not _is_alike(found[name], self.sizes[layer])
+        }
+        return self.layers if not missed and (surplus or found.keys() - expected.keys()) else missed
 
     def _form(self, base: _Base, linear: set[str], weights: Sequence[str]) -> PeftForm:
         named = {_renamed(layer, base.prefixes) for layer in linear}
         parameters = [_renamed(name, base.prefixes) for name in (*self.stacks, *(each + WEIGHT for each in weights))]
         targets = endings(named, set(base.modules) - named)
-        return PeftForm(adapter_config(self.config, self.role, targets, parameters, base.auto_mapping), base.prefixes)
+        # peft looks up the size of a parameter's adapter by the name of its module.
+        modules = {
+            _renamed(layer, base.prefixes).replace(".base_layer", ""): size for layer, size in self.sizes.items()
+        }
+        described = adapter_config(self.config, self.role, targets, parameters, base.auto_mapping, modules)
+        return PeftForm(described, base.prefixes)
 
-    def _loaded(self, form: PeftForm, base: _Base) -> tuple[set[str], list[str]]:
+    def _loaded(self, form: PeftForm, base: _Base) -> tuple[dict[str, tuple[int, float]], list[str]]:
         """Load the factors by peft.
 
         Returns:
-            Layers that peft attaches adapters of this rank and scale to with their factors, and names of
-            the tensors that find no place, or are missing next to the factors.
+            Rank and scale of the adapters that peft attaches with their factors, by layer, and names of the tensors
+            that find no place, or are missing next to the factors.
 
         Raises:
             ValueError, RuntimeError, KeyError: Of peft.
@@ -298,20 +369,21 @@ class _Trial(NamedTuple):
             warnings.simplefilter("ignore")  # Peft warns of mismatches that are judged below.
             model = kind(base.build(), described, adapter_name=ADAPTER, low_cpu_mem_usage=True)
             result = set_peft_model_state_dict(model, form.files(self.factors), ADAPTER, low_cpu_mem_usage=True)
-        lora = self.config.lora_cfg
         unfilled = {
             name.removeprefix(ADAPTER_PREFIX).partition(".lora_")[0] for name in result.missing_keys if ".lora_" in name
         }
         found = {
-            name
+            name: (int(module.r[ADAPTER]), float(module.scaling[ADAPTER]))
             for name, module in model.get_base_model().named_modules()
-            if isinstance(module, LoraLayer)
-            and name not in unfilled
-            and module.r[ADAPTER] == lora.dim
-            and abs(module.scaling[ADAPTER] - lora.scale) <= 1e-6 * lora.scale
+            if isinstance(module, LoraLayer) and name not in unfilled
         }
         unsaved = [name for name in result.missing_keys if ".modules_to_save." in name]
         return found, [*result.unexpected_keys, *unsaved]
+
+
+def _is_alike(found: tuple[int, float], size: AdapterSize) -> bool:
+    dim, scale = found
+    return dim == size.dim and abs(scale - size.scale) <= 1e-6 * size.scale
 
 
 def endings(layers: Iterable[str], others: Iterable[str]) -> list[str]:

@@ -78,6 +78,16 @@ class HeldPart(NamedTuple):
         rows, inputs = left[tuple(outer)].clone(), right[(*outer[:-1], slice(None), columns)].clone()
         return HeldPart(self.box, lambda: self.read().to(rows.device, torch.float32) + scale * (rows @ inputs))
 
+    def with_factor(self, factor: Tensor) -> HeldPart:
+        """Return the part multiplied by its share of a factor of rows or columns, in float32.
+
+        Args:
+            factor: `[rows, 1]` or `[1, columns]`, for the whole matrix.
+        """
+        rows, columns = (slice(*span) for span in self.box)
+        own = (factor[:, columns] if len(factor) == 1 else factor[rows]).clone()
+        return HeldPart(self.box, lambda: self.read().to(own.device, torch.float32) * own)
+
 
 Holdings = Mapping[str, Sequence[HeldPart]]
 """Names of tensors to the parts that a rank holds. Ranks hold equal parts or such as do not overlap, and together all

@@ -9,30 +9,44 @@ no mesh can split them.)
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from rl_core.model_config import LoraConfig
 from rl_core.torch.training.lora import (
+    LORA_A,
+    LORA_B,
+    MAGNITUDE,
+    AdapterSize,
     InitialFactors,
+    check_sizes,
     ends_with,
     is_adapted,
     is_adapted_stack,
     nothing_adapted,
     peft_layers,
     refused_by_peft,
+    size_of,
+)
+from rl_dtensor.model.layers.quantized_base import (
+    BASE,
+    format_of,
+    local_values,
+    logical_slices,
+    quantized_layers,
+    whole_values,
 )
 from rl_dtensor.parallel.collectives import Parameters, compute_on
 from rl_dtensor.parallel.experts import STACK_DIMS, expert_modules
 from rl_dtensor.parallel.fsdp import local, local_slices, whole
 
 ADAPTER = "default"
-BASE = ".base_layer"
 STACKED_A, STACKED_B = "lora_A_", "lora_B_"
 """Prefixes of the factors of a stacked weight, which are parameters of the same module."""
 LINEAR = (nn.Linear.forward, Conv1D.forward)
@@ -48,12 +62,21 @@ class Adapter(NamedTuple):
         down: `[dim, inputs]`.
         up: `[outputs, dim]`.
         is_transposed: True if the weight is `[inputs, outputs]`.
+        magnitude: `[outputs]`, the norms that the rows of the sum are given (DoRA); None if they keep their own.
     """
 
     down: Tensor
     up: Tensor
     scale: float
     is_transposed: bool = False
+    magnitude: Tensor | None = None
+
+    @property
+    def named(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield its tensors by the suffixes of their names in the files of peft."""
+        yield from ((LORA_A, self.down), (LORA_B, self.up))
+        if self.magnitude is not None:
+            yield MAGNITUDE, self.magnitude
 
     def factors(self) -> tuple[Tensor, Tensor, float]:
         """Return float32 `[..., rows, dim]` and `[..., dim, columns]`, whose product times the last value is added to
@@ -61,10 +84,107 @@ class Adapter(NamedTuple):
         down, up = whole(self.down, torch.float32), whole(self.up, torch.float32)
         return (down.mT, up.mT, self.scale) if self.is_transposed else (up, down, self.scale)
 
-    def merged(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the whole weight with the adapter, added in float32; collective over the ranks that share it."""
+    def norms(self, weight: Tensor) -> Tensor:
+        """Return float32 `[outputs]`, the norms of the rows of the sum; collective over the ranks that share it.
+
+        Args:
+            weight: The whole weight in float32.
+        """
         left, right, scale = self.factors()
-        return (whole(weight, torch.float32) + scale * (left @ right)).to(dtype)
+        return torch.linalg.vector_norm(weight + scale * (left @ right), dim=0 if self.is_transposed else 1)
+
+    def row_factor(self, weight: Tensor) -> Tensor | None:
+        """Return float32 `[outputs, 1]`, or `[1, outputs]` for a transposed weight, that the sum is multiplied by; None
+        if it is not. Collective over the ranks that share it.
+
+        Args:
+            weight: The whole weight in float32.
+        """
+        if self.magnitude is None:
+            return None
+        factor = whole(self.magnitude, torch.float32) / self.norms(weight)
+        return factor[None] if self.is_transposed else factor[:, None]
+
+    def merged(self, weight: Tensor) -> Tensor:
+        """Return the whole weight with the adapter, in float32; collective over the ranks that share it.
+
+        Args:
+            weight: The whole weight in float32.
+        """
+        left, right, scale = self.factors()
+        factor, summed = self.row_factor(weight), weight + scale * (left @ right)
+        return summed if factor is None else factor * summed
+
+
+class Magnitude(nn.Module):
+    """Magnitudes of the rows of an adapted weight.
+
+    Args:
+        outputs: Number of rows.
+    """
+
+    def __init__(self, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(outputs))
+
+    def forward(self, product: Tensor, added: Tensor, norms: Tensor) -> Tensor:
+        """Return the change of a layer's result.
+
+        Args:
+            product: `[..., outputs]`, the product with the weight.
+            added: `[..., outputs]`, the product of the adapter, scaled.
+            norms: `[outputs]`, at least in float32, the norms of the rows of the sum of both weights.
+        """
+        factor = self.weight / norms
+        return ((factor - 1) * product + factor * added).to(product.dtype)
+
+
+class Directions:
+    """The variant of peft's linear layers that computes with magnitudes (DoRA, arXiv:2402.09353).
+
+    peft's own variant multiplies the adapter with an identity matrix to read it, and cannot see a weight that is split
+    over ranks. Here the dropped inputs go to the adapter only.
+    """
+
+    @staticmethod
+    def forward(module: Any, *, active_adapter: str, x: Tensor, result: Tensor, **_: Any) -> Tensor:
+        """Return the result of a layer with its adapter, for the result of the layer without it."""
+        base, magnitude = module.get_base_layer(), module.lora_magnitude_vector[active_adapter]
+        down, up = module.lora_A[active_adapter], module.lora_B[active_adapter]
+        scale = module.scaling[active_adapter]
+        added = up(down(module.lora_dropout[active_adapter](x))) * scale
+        product = result
+        if base.bias is not None:
+            product = result - whole(base.bias, result.dtype)[local_slices(magnitude.weight)]
+        norms = _norms_of_split(base, down.weight, up.weight, magnitude.weight, scale)
+        change: Tensor = magnitude(product, added, norms)
+        return result + change
+
+
+@torch.no_grad()
+def _norms_of_split(base: Any, down: Tensor, up: Tensor, magnitude: Tensor, scale: float) -> Tensor:
+    """Return the norms of the rows of a weight with its adapter, at least in float32. They are the norms of the rows
+    whose magnitudes this rank has.
+
+    Args:
+        base: Layer without the adapter, whose weight is gathered, or split over tensor-parallel ranks.
+        down: `[dim, inputs]`.
+        up: `[outputs, dim]`.
+        magnitude: `[outputs]`.
+        scale: Factor of the adapter.
+    """
+    weight, fmt, dtype = base.weight, format_of(base), torch.promote_types(down.dtype, torch.float32)
+    own, (rows, columns) = local_values(weight, fmt, dtype), logical_slices(weight, fmt)
+    if isinstance(base, Conv1D):
+        own, rows, columns = own.mT, columns, rows
+    whole_down, whole_up = whole(down, dtype), whole(up, dtype)
+    squares = torch.addmm(own, whole_up[rows], whole_down[:, columns], alpha=scale).square().sum(1)
+    if isinstance(weight, DTensor) and isinstance(magnitude, DTensor):
+        (placement,) = weight.placements
+        summed = Partial() if placement.is_shard(0 if isinstance(base, Conv1D) else 1) else placement
+        split = DTensor.from_local(squares, weight.device_mesh, [summed], run_check=False)
+        squares = split.redistribute(placements=magnitude.placements).to_local()
+    return squares.sqrt()
 
 
 def add_adapters(
@@ -85,8 +205,16 @@ def add_adapters(
     targets = [name for name in adapted_modules(hf, config) if not is_left_out(name)]
     if not targets and not stacks:
         raise nothing_adapted(config, type(hf).__name__)
+    check_sizes(config, [*targets, *stacks])
+    transposed = [name for name in targets if isinstance(hf.get_submodule(name), Conv1D)]
+    if config.init == "pissa" and transposed:
+        raise ValueError(
+            f"lora_cfg.init: pissa is not supported for weights that are stored transposed, such as {transposed[0]}; "
+            "set init=default"
+        )
     hf.requires_grad_(False)
     if targets:
+        sizes = {name: size_of(name, config) for name in targets}
         # The import takes seconds, which models without adapters do not need.
         from peft import LoraConfig as PeftConfig
         from peft import inject_adapter_in_model
@@ -96,41 +224,53 @@ def add_adapters(
         peft = PeftConfig(
             r=config.dim,
             lora_alpha=cast("int", config.alpha),  # peft computes with any number.
+            rank_pattern={f"hf.{name}": size.dim for name, size in sizes.items() if size.dim != config.dim},
+            alpha_pattern={
+                f"hf.{name}": cast("int", size.alpha) for name, size in sizes.items() if size.alpha != config.alpha
+            },
             lora_dropout=config.dropout,
             use_rslora=config.use_rslora,
             target_modules=[f"hf.{name}" for name in targets],
         )
         inject_adapter_in_model(peft, nn.ModuleDict({"hf": hf}), adapter_name=ADAPTER)
+        for name in targets if config.use_dora else ():
+            module: Any = hf.get_submodule(name)
+            module.lora_magnitude_vector[ADAPTER] = Magnitude(module.lora_B[ADAPTER].out_features)
+            module.lora_variant[ADAPTER] = Directions
     for module in dict.fromkeys(stacks.values()):
-        _adapt_stacks(module, [name.rpartition(".")[2] for name, of in stacks.items() if of is module], config)
+        own = {name: size_of(name, config) for name, of in stacks.items() if of is module}
+        if len(set(own.values())) > 1:
+            raise ValueError(
+                f"lora_cfg: rank_pattern and alpha_pattern give {' and '.join(own)} different sizes, but peft has one "
+                "for all stacked weights of a module; write patterns that match all or none of them"
+            )
+        _adapt_stacks(module, {name.rpartition(".")[2]: size for name, size in own.items()})
     score = dict(hf.named_children()).get("score")
     if score is not None:
         score.requires_grad_(True)
 
 
-def _adapt_stacks(module: nn.Module, names: list[str], config: LoraConfig) -> None:
+def _adapt_stacks(module: nn.Module, sizes: Mapping[str, AdapterSize]) -> None:
     """Make stacked experts compute with adapters.
 
     Args:
         module: Module with the stacked experts of a layer, changed in place.
-        names: Parameters of the module that get adapters.
-        config: Rank and scale of the adapters.
+        sizes: Sizes of the adapters of the module's parameters.
     """
     is_transposed = _is_transposed(module)
-    for name in names:
+    for name, size in sizes.items():
         weight = cast("Tensor", module._parameters[name])
         num_experts, outputs, inputs = weight.mT.shape if is_transposed else weight.shape
-        module.register_parameter(STACKED_A + name, nn.Parameter(weight.new_empty(num_experts, config.dim, inputs)))
-        module.register_parameter(STACKED_B + name, nn.Parameter(weight.new_empty(num_experts, outputs, config.dim)))
-    scale = config.scale
-    vars(module)["lora_scale"] = scale
+        module.register_parameter(STACKED_A + name, nn.Parameter(weight.new_empty(num_experts, size.dim, inputs)))
+        module.register_parameter(STACKED_B + name, nn.Parameter(weight.new_empty(num_experts, outputs, size.dim)))
+    vars(module)["lora_sizes"] = sizes
 
     def merged(held: Parameters) -> Parameters:
         computed = dict(held)
-        for name in names:
+        for name, size in sizes.items():
             weight, down, up = (cast("Tensor", held[each]) for each in (name, STACKED_A + name, STACKED_B + name))
             left, right = (down.mT, up.mT) if is_transposed else (up, down)
-            computed[name] = torch.baddbmm(weight, left, right, alpha=scale)
+            computed[name] = torch.baddbmm(weight, left, right, alpha=size.scale)
         return computed
 
     compute_on(module, merged)
@@ -153,6 +293,7 @@ def adapters_of(hf: PreTrainedModel) -> dict[str, Adapter]:
             cast("Tensor", module.lora_B[ADAPTER].weight),
             float(module.scaling[ADAPTER]),
             is_transposed=isinstance(module.get_base_layer(), Conv1D),
+            magnitude=module.lora_magnitude_vector[ADAPTER].weight if ADAPTER in module.lora_magnitude_vector else None,
         )
         for name, module in hf.named_modules()
         if peft is not None and isinstance(module, peft.LoraLayer)
@@ -162,7 +303,7 @@ def adapters_of(hf: PreTrainedModel) -> dict[str, Adapter]:
         short = name.rpartition(".")[2]
         down, up = (module._parameters.get(prefix + short) for prefix in (STACKED_A, STACKED_B))
         if down is not None and up is not None:
-            stacked[name] = Adapter(down, up, module.lora_scale, is_transposed=_is_transposed(module))
+            stacked[name] = Adapter(down, up, module.lora_sizes[short].scale, is_transposed=_is_transposed(module))
     return linear | stacked
 
 
@@ -223,11 +364,22 @@ def _check_targets(hf: PreTrainedModel, config: LoraConfig) -> None:
 
 
 def init_adapters(hf: PreTrainedModel, initial: InitialFactors) -> None:
-    """Fill adapters with values that are the same on any mesh."""
+    """Fill adapters with values that are the same on any mesh, and take them out of the weights if they are parts of
+    these; collective."""
     with torch.no_grad():
         adapters = adapters_of(hf)
+        held = {name.replace(BASE, ""): parameter for name, parameter in hf.named_parameters()}
+        formats = {f"{name}.weight".replace(BASE, ""): layer.format for name, layer in quantized_layers(hf)}
         layers = peft_layers(adapters)
         for name, adapter in adapters.items():
             down, up = initial.of_weight(name, adapter.down.shape, adapter.up.shape, layer=layers[name])
             local(adapter.down).copy_(down[local_slices(adapter.down)])
             local(adapter.up).copy_(up[local_slices(adapter.up)])
+            weight = held[name]
+            if initial.is_principal:
+                part, (rows, columns) = local(weight), local_slices(weight)
+                part.copy_(part.float() - (adapter.scale * up[rows] @ down[:, columns]).to(part.device))
+            if adapter.magnitude is not None:
+                own = initial.magnitude(layers[name])
+                norms = adapter.norms(whole_values(weight, formats.get(name), torch.float32)) if own is None else own
+                local(adapter.magnitude).copy_(norms[local_slices(adapter.magnitude)])

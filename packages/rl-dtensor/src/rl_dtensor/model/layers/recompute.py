@@ -17,7 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rl_core.data.batch import TOKENS
 from rl_core.facts.optimizer_arguments import state_bytes
-from rl_core.model_config import ModelConfig
+from rl_core.model_config import BASE_BYTES, ModelConfig
 from rl_core.torch.loss import Rows
 from rl_core.torch.optim.parameters import is_hidden_matrix
 from rl_core.torch.training.memory import StepPlan
@@ -175,7 +175,7 @@ class CountedMemory:
             backend,
             here,
             parameters.bytes_besides(config, backend),
-            parameters.whole * parameters.itemsize,
+            parameters.bytes_gathered(config),
             parameters.trained_whole * WIDE,
             activations,
         )
@@ -304,16 +304,31 @@ class RankParameters:
             layer *= layers_of_unit(here, layer * itemsize)
         return cls(whole, sharded, trained_whole, trained, trained_matrices, layer, ends, itemsize, vocab)
 
+    def bytes_gathered(self, config: ModelConfig) -> int:
+        """Return the bytes of all parameters of a rank while they stay gathered."""
+        return round((self.whole - self.ends) * self.stored_bytes(config) + self.ends * self.itemsize)
+
+    def stored_bytes(self, config: ModelConfig) -> float:
+        """Return the bytes of a frozen parameter in a layer."""
+        lora = config.lora_cfg
+        if lora.enabled and lora.base_quantization is not None:
+            return BASE_BYTES[lora.base_quantization]
+        return self.itemsize
+
     def bytes_besides(self, config: ModelConfig, backend: DTensorConfig) -> dict[str, int]:
         """Return the bytes of a rank's device next to activations, by name."""
-        shards = {"weights": self.trained * WIDE + (self.sharded - self.trained) * self.itemsize}
+        frozen, stored = self.sharded - self.trained, self.stored_bytes(config)
+        in_layers = frozen * (self.whole - self.ends) / self.whole
+        weights = self.trained * WIDE + in_layers * stored + (frozen - in_layers) * self.itemsize
+        shards = {"weights": round(weights)}
         if self.trained:
             each = state_bytes(config.optimizer.name, config.optimizer.kwargs)
             others = self.trained - self.trained_matrices
             state = round(self.trained_matrices * each.matrices + others * each.others)
             shards |= {"gradients": self.trained * WIDE, "optimizer state": state}
         grads = self.itemsize + WIDE if self.trained else 0
-        layers = self.layer * ((1 + LAYERS_AHEAD) * self.itemsize + 2 * grads)
+        dequantised = self.itemsize if stored != self.itemsize else 0
+        layers = round(self.layer * ((1 + LAYERS_AHEAD) * stored + dequantised + 2 * grads))
         return {
             **({} if backend.cpu_offload else shards),
             "gathered layers and their gradients": layers + self.ends * (self.itemsize + grads),

@@ -407,7 +407,8 @@ class _Conversion:
 def _at(folder: Path, source: ConversionSource, *, adapter: bool) -> ConversionSource:
     """Return a source with the files of a folder in the place of its weights, or of its adapters."""
     if adapter:
-        return source.with_policy(lora_cfg=LoraConfig(**AdapterFolder.read(folder).settings()))
+        stored = {"base_quantization": source.policy.lora_cfg.base_quantization}
+        return source.with_policy(lora_cfg=LoraConfig(**AdapterFolder.read(folder).settings(), **stored))
     return source.with_policy(model_name=str(folder.absolute()), hf_config_overrides={}, lora_cfg=LoraConfig())
 
 
