@@ -1,5 +1,6 @@
 """What algorithms that train on their own rollouts refuse together."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -47,13 +48,16 @@ def test_keys_that_turn_validation_off_are_keys_of_the_algorithm(plugin):
         assert name == "val_period" or fields[name].default == value
 
 
-@pytest.mark.parametrize("plugin", [SFT, DPO], ids=lambda plugin: plugin.name)
+@pytest.mark.parametrize("plugin", [SFT, DPO, OFFLINE], ids=lambda plugin: plugin.name)
 def test_a_run_on_given_rows_generates_only_if_it_scores_tasks(plugin):
-    scoring = plugin.with_tasks
+    scoring = plugin.scoring
     assert (plugin.generates, plugin.evaluates, "eval" in plugin.root_keys) == (False, False, False)
     assert (scoring.generates, scoring.evaluates, "eval" in scoring.root_keys) == (True, True, True)
     assert set(plugin.sections) < set(scoring.sections)
-    assert REWARD_MODEL.with_tasks is None
+    # A plugin that is made of this one keeps its own name and implementation.
+    made = replace(plugin, name="mine", implementation="mine.py:Mine")
+    assert (made.scoring.name, made.scoring.implementation) == ("mine", "mine.py:Mine")
+    assert scoring.scoring is REWARD_MODEL.scoring is None
 
 
 @pytest.mark.parametrize(

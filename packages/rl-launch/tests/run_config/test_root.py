@@ -5,7 +5,17 @@ import pytest
 from safetensors_files import write_weights
 
 from rl_algos.data.config import DatasetConfig
-from rl_core.config import all_keys, as_written, changed_as_written, explain, load, resolve, to_yaml, tree_to_yaml
+from rl_core.config import (
+    all_keys,
+    as_written,
+    changed_as_written,
+    explain,
+    load,
+    plain,
+    resolve,
+    to_yaml,
+    tree_to_yaml,
+)
 from rl_core.devices import CPU
 from rl_core.errors import ConfigError
 from rl_core.model_config import GenerationConfig, ModelConfig
@@ -265,6 +275,37 @@ def test_the_training_backend(overrides, chosen):
     backends = RunPlan.of(resolve(raw, type_of(raw, of_run=True)).config).backends
     assert backends.models[POLICY].plugin.name == chosen
     assert backends.generation is None
+
+
+TASKS = ("eval.tasks=[gsm8k]", "eval.period=5", "policy.generation.backend=hf")
+
+
+@pytest.mark.parametrize("recipe", ["sft-arithmetic", "dpo-tiny", "distill-offline-tiny"])
+def test_a_run_on_given_rows_has_an_engine_only_if_it_scores_tasks(recipe):
+    plain_run, scoring = read_plan(recipe), read_plan(recipe, TASKS)
+    assert plain_run.backends.generation is None
+    assert scoring.backends.generation is not None
+    assert scoring.backends.generation.plugin.name == "hf"
+    assert not hasattr(plain_run.config.policy, "generation")
+    # Its recorded config is the config of the same run.
+    again = read_plan(scoring.without_unused(plain(scoring.root)))
+    assert plain(again.root) == plain(scoring.root)
+    assert again.plugin.generates
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "message"),
+    [
+        ("sft-arithmetic", TASKS[2:], "policy.generation .*Add them with eval.tasks and eval.period"),
+        ("sft-arithmetic", ["env.math.format_reward=1"], "env .*generates only to score tasks"),
+        ("sft-arithmetic", TASKS[:1], "eval.period .*must be set"),
+        ("sft-arithmetic", TASKS[1:], "eval.tasks .*must not be empty"),
+        ("rm-tiny", TASKS[:2], "the model of rm generates nothing.*data.validation"),
+    ],
+)
+def test_tasks_of_a_run_on_given_rows_are_asked_for_as_a_whole(recipe, overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        read_plan(recipe, overrides)
 
 
 def test_settings_for_workers_are_of_types_that_every_worker_has():

@@ -16,13 +16,13 @@ class RankPart(NamedTuple):
     """A part of a model on one rank.
 
     Args:
-        count: Number of its parameters.
+        held: Number of its parameters.
         trained: Number of those that train.
         ranks: Number of ranks that share the optimizer's state for them.
         is_matrix: True if they are in matrices of hidden layers.
     """
 
-    count: float
+    held: float
     trained: float
     ranks: int
     is_matrix: bool
@@ -41,7 +41,7 @@ def rank_memory(model: ModelConfig, backend: MegatronConfig, parts: Iterable[Ran
         itemsize: Bytes of each parameter in the dtype that the model computes in.
     """
     parts = list(parts)
-    weights, trained = sum(part.count for part in parts) * itemsize, sum(part.trained for part in parts)
+    weights, trained = sum(part.held for part in parts) * itemsize, sum(part.trained for part in parts)
     is_wide = backend.distributed_data_parallel_config.grad_reduce_in_fp32
     each = state_bytes(model.optimizer.name, model.optimizer.kwargs)
     # The optimizer steps parameters in float32 themselves, and a copy of others.

@@ -213,7 +213,8 @@ class OfflineDistillation(SupervisedAlgorithm[TextRoot, TextData]):
         loss = distillation_loss_of(config, vocabulary=components.data.vocabulary)
         objective = text_objective(loss, teachers_of(config, components))
         policy, rows = components.models["policy"], config.policy.train_global_batch_size
-        learn(config.distillation, objective, policy, components.data, run, batch_size=rows)
+        scores = self.scores(config, components, run)
+        learn(config.distillation, objective, policy, components.data, run, batch_size=rows, scores=scores)
 
 
 BYTES_PER_TOKEN = 8

@@ -218,4 +218,5 @@ OFFLINE = supervised_algorithm(
     validation_metrics=text_validation_metrics,
     training_defaults=TrainingDefaults(lr=2e-5, adapter_lr=2e-4, rows=64),
     checks=(check_text,),
+    scores_tasks=True,
 )

@@ -223,4 +223,5 @@ PLUGIN = supervised_algorithm(
     training_defaults=TrainingDefaults(lr=5e-7, adapter_lr=5e-6, rows=128),
     further=lambda config: loss_requirements(config.dpo.loss.name),
     checks=(check,),
+    scores_tasks=True,
 )

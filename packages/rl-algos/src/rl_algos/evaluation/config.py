@@ -59,7 +59,7 @@ class EvaluationConfig(Config):
     at_end: bool = False
     """Score `tasks` after the last training step."""
     num_samples: int | None = Field(default=None, gt=0)
-    """Number of samples per prompt; the run's `val_num_generations_per_prompt` if unset, or 1 without a run."""
+    """Number of samples per prompt; the run's `val_num_generations_per_prompt` if unset, or 1 without rollouts."""
     max_prompts: int | None = Field(default=None, gt=0)
     """Maximum number of prompts per task, from the start of its data. If unset, all prompts of a task, and the run's
     `max_val_samples` of its validation data."""
@@ -72,7 +72,7 @@ class EvaluationConfig(Config):
     max_new_tokens: int | None = Field(default=None, gt=0)
     """Maximum number of tokens per turn; `policy.generation.max_new_tokens` if unset."""
     max_turns: int | None = Field(default=None, gt=0)
-    """Maximum number of turns per sample; the run's `max_rollout_turns` if unset, or 1 without a run."""
+    """Maximum number of turns per sample; the run's `max_rollout_turns` if unset, or 1 without rollouts."""
     k: list[int] = []
     """Values of k for pass@k and cons@k, at most `num_samples`. If empty, the powers of two up to `num_samples`, and
     `num_samples` itself."""
@@ -81,7 +81,7 @@ class EvaluationConfig(Config):
     confidence: float = Field(default=0.95, gt=0, lt=1)
     """Confidence level of the intervals; 1 minus this is the significance level of comparisons."""
     seed: int | None = Field(default=None, ge=0)
-    """Seed for sampling and for the intervals; the run's seed if unset, or 42 without a run."""
+    """Seed for sampling and for the intervals; the seed of the run's rollouts if unset, or 42 without rollouts."""
 
     @property
     def in_training(self) -> bool:

@@ -53,5 +53,4 @@ PLUGIN = supervised_algorithm(
     validation_metrics=validation_metrics,
     training_defaults=TrainingDefaults(lr=5e-6, adapter_lr=5e-5, rows=64),
     checks=(check,),
-    generates=False,
 )

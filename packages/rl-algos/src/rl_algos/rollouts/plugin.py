@@ -191,6 +191,7 @@ def with_tasks(plugin: AlgorithmPlugin) -> AlgorithmPlugin:
 
     return replace(
         plugin,
+        with_tasks=None,
         sections={**plugin.sections, "eval": EvaluationConfig, JUDGES: judges_section},
         generates=True,
         evaluates=True,

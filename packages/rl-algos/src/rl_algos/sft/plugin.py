@@ -38,4 +38,5 @@ PLUGIN = supervised_algorithm(
     validation_metrics=validation_metrics,
     training_defaults=TrainingDefaults(lr=2e-5, adapter_lr=2e-4, rows=64),
     checks=(check,),
+    scores_tasks=True,
 )

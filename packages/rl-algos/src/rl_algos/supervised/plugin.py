@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
@@ -27,7 +26,7 @@ def supervised_algorithm(
     optional_models: tuple[str, ...] = (),
     further: Callable[[Any], tuple[Requirement, ...]] = nothing_further,
     checks: tuple[Callable[[Any], Iterable[Problem]], ...] = (),
-    generates: bool = True,
+    scores_tasks: bool = False,
 ) -> AlgorithmPlugin:
     """Return a plugin that trains a model on given rows, without rollouts.
 
@@ -41,14 +40,14 @@ def supervised_algorithm(
         optional_models: See `AlgorithmPlugin`.
         further: See `AlgorithmPlugin`.
         checks: Checks after the checks of validation, environments and lengths.
-        generates: True if its policy can generate, so that a run can score tasks (`eval`).
+        scores_tasks: True if its `run` can score tasks (`eval`), for which its policy generates.
     """
     key = next(iter(sections))
 
     def check(config: Any) -> Iterator[Problem]:
         yield from supervised_problems(key, attrgetter(key)(config), config.data, config.policy)
 
-    plugin = AlgorithmPlugin(
+    return AlgorithmPlugin(
         name=name,
         sections={**sections, "data": DataConfig},
         implementation=implementation,
@@ -61,8 +60,8 @@ def supervised_algorithm(
         validation_metrics=validation_metrics,
         without_validation={f"{key}.{name}": value for name, value in WITHOUT_VALIDATION.items()},
         checks=(check, *checks),
+        with_tasks=with_tasks if scores_tasks else None,
     )
-    return replace(plugin, with_tasks=with_tasks(plugin)) if generates else plugin
 
 
 WITHOUT_VALIDATION: Mapping[str, Any] = {

@@ -27,12 +27,12 @@ class ModelTensor(NamedTuple):
     Args:
         name: Name in the Hugging Face model.
         part: The field of `ModelSize` that counts it.
-        count: Number of its parameters.
+        size: Number of its parameters.
     """
 
     name: str
     part: str
-    count: int
+    size: int
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class ModelSize:
         """Add up the tensors of a model."""
         counts = dict.fromkeys(("layers", "experts", "embedding", "head"), 0)
         for tensor in tensors:
-            counts[tensor.part] += tensor.count
+            counts[tensor.part] += tensor.size
         return cls(**counts)
 
     @property

@@ -136,6 +136,10 @@ def explain_in(source: str, key: str, overrides: Sequence[str] = ()) -> tuple[li
     try:
         config: Any = read_plan(source, overrides).resolved
         root, problems = type(config.config), ""
+        keys, widest = raw.plain(), type_of(raw)
+        if key not in all_keys(root, keys) and key in all_keys(widest, keys):
+            # The run has no tasks to score, and so not the keys that only they need.
+            root, config = widest, values_of(raw, widest)
     except ConfigError as error:
         problems = str(error)
         try:

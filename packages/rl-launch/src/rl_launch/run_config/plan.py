@@ -117,7 +117,7 @@ def plugin_of(config: RunConfig) -> AlgorithmPlugin:
     if "algorithm" not in keys:
         return SINGLE_MODEL
     found = algorithm_named(config.algorithm)
-    return found.with_tasks if found.with_tasks is not None and EVAL in keys else found
+    return found.scoring or found if EVAL in keys else found
 
 
 def without(tree: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:

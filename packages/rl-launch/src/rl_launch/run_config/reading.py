@@ -91,7 +91,7 @@ def changed_plan(plan: RunPlan, values: Mapping[str, Any], origin: str) -> RunPl
 def _of_another_algorithm(key: str, algorithm: AlgorithmPlugin) -> str:
     """Return the explanation of a key whose section other algorithms have; empty if none has it."""
     section = key.partition(".")[0]
-    further = algorithm.with_tasks
+    further = algorithm.scoring
     of_tasks = set() if further is None else {*further.root_keys} - {*algorithm.root_keys}
     if section in of_tasks or (further is not None and key.startswith(_GENERATION)):
         return (

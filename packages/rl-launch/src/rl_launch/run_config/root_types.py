@@ -44,8 +44,8 @@ def root_type(algorithm: AlgorithmPlugin, raw: RawConfig, *, of_run: bool = Fals
     Raises:
         ConfigError: If a section selects something that does not exist.
     """
-    if not of_run and algorithm.with_tasks is not None:
-        algorithm = algorithm.with_tasks
+    if not of_run:
+        algorithm = algorithm.scoring or algorithm
     own = {key: _section(key, kind, raw) for key, kind in algorithm.sections.items()}
     sections: dict[str, Any] = {
         **own,
@@ -107,7 +107,8 @@ def _section(key: str, kind: Any, raw: RawConfig) -> type[Config]:
 
 
 def algorithm_of(raw: RawConfig) -> AlgorithmPlugin:
-    """Return the plugin for the algorithm of a config; of one that scores tasks as it trains, its `with_tasks`.
+    """Return the plugin for the algorithm of a config; if it scores tasks as it trains, the declaration of
+    such runs.
 
     Raises:
         ConfigError: If the algorithm is not set or does not exist.
@@ -129,8 +130,7 @@ def algorithm_of(raw: RawConfig) -> AlgorithmPlugin:
 
 
 def _with_tasks(algorithm: AlgorithmPlugin, raw: RawConfig) -> AlgorithmPlugin:
-    is_asked = algorithm.with_tasks is not None and raw.select(EVAL) is not None
-    return algorithm.with_tasks if is_asked and algorithm.with_tasks is not None else algorithm
+    return algorithm if raw.select(EVAL) is None else algorithm.scoring or algorithm
 
 
 def _model_types(
