@@ -424,11 +424,6 @@ class AlgorithmPlugin:
         return None if self.with_tasks is None else self.with_tasks(self)
 
     @property
-    def scoring(self) -> AlgorithmPlugin | None:
-        """Declaration of its runs that score tasks as they train, if it differs; see `with_tasks`."""
-        return None if self.with_tasks is None else self.with_tasks(self)
-
-    @property
     def root_keys(self) -> tuple[str, ...]:
         """Keys of the root that configs of this algorithm may have, and not all other configs."""
         models = (key.partition(".")[0] for key in (*self.model_sections, *self.optional_models))
