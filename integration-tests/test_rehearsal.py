@@ -7,6 +7,8 @@ from logical_cluster import LogicalCluster
 from runs import NUM_PROMPTS, Run, assert_same, described, logs_of, rollouts_of, steps_of
 from test_judges import reward_model
 
+from rl_algos.tiny_model import make_tokenizer
+from rl_core.selfcheck.torch.tiny_model import write_tiny_model
 from rl_core.testing.exhaustive import exhaustive
 from rl_launch.commands.replay import tensor_digest
 
@@ -28,6 +30,41 @@ LAYOUTS = {
     "megatron, generation apart": (*MEGATRON, *APART),
 }
 STEPS = f"grpo.max_num_steps={NUM_STEPS}"
+DEEPSEEK = """
+defaults: grpo-deepseek-v3-megatron
+policy:
+  model_name: tiny-deepseek
+  precision: float32
+  train_global_batch_size: 16
+  max_total_sequence_length: 64
+  sequence_packing: {train_mb_tokens: 128, logprob_mb_tokens: 128}
+  megatron_cfg: {pipeline_model_parallel_size: 2, expert_model_parallel_size: 2}
+  generation: {max_new_tokens: 16, vllm_cfg: {data_parallel_size: 2}}
+grpo: {num_prompts_per_step: 8, num_generations_per_prompt: 4, max_num_steps: 3, val_period: 0}
+data:
+  train: {dataset_name: arithmetic, env_name: "digits.py:share"}
+  validation: null
+  default: {processor: null}
+  max_input_seq_length: 32
+checkpointing: {metric_name: null}
+cluster: {device: rehearsal, num_nodes: 2, gpus_per_node: 2}
+"""
+"""The recipe on 4 GPUs instead of 512: the layers of its first and last stage, a replica over all nodes."""
+ONE_RANK = (
+    "policy.megatron_cfg.pipeline_model_parallel_size=1",
+    "policy.megatron_cfg.num_layers_in_first_pipeline_stage=null",
+    "policy.megatron_cfg.num_layers_in_last_pipeline_stage=null",
+    "policy.megatron_cfg.expert_model_parallel_size=1",
+    "policy.generation.vllm_cfg.tensor_parallel_size=1",
+    "policy.generation.vllm_cfg.data_parallel_size=1",
+    "cluster.device=cpu",
+    "cluster.num_nodes=1",
+    "cluster.cpu_ranks_per_node=1",
+)
+DIGITS = """
+def share(response: str) -> float:
+    return sum(each.isdigit() for each in response) / max(1, len(response))
+"""
 SAME = ("reward/mean", "train/loss", "train/grad_norm")
 
 
@@ -142,6 +179,45 @@ def test_a_replica_over_two_nodes_is_a_plain_run_and_is_replaced_as_one(placemen
     run.finish()
     assert_a_plain_run(run, whole_grpo, 12)
     assert "of the replica: VllmWorker-1 was killed by SIGKILL" in logs_of(run.folder)
+
+
+def write_tiny_deepseek(folder):
+    """A DeepSeek-V3 with the widths of latent attention that vLLM has on a CPU."""
+    tokenizer = make_tokenizer()
+    sizes = {"vocab_size": len(tokenizer), "hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 32}
+    layers = {"num_hidden_layers": 5, "first_k_dense_replace": 3, "num_attention_heads": 4, "num_key_value_heads": 4}
+    experts = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 2, "topk_group": 1}
+    routing = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True, "initializer_range": 0.15}
+    ranks = {"q_lora_rank": 32, "kv_lora_rank": 512, "qk_nope_head_dim": 32, "qk_rope_head_dim": 64, "v_head_dim": 32}
+    tokens = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
+    write_tiny_model(folder, "deepseek_v3", **sizes, **layers, **experts, **routing, **ranks, **tokens)
+    tokenizer.save_pretrained(folder)
+
+
+@exhaustive
+def test_the_recipe_of_deepseek_v3_with_a_tiny_model_is_a_run_of_one_rank(tmp_path):
+    """Pipeline stages and experts over four ranks, colocated with one replica over both nodes, of two engines with two
+    tensor-parallel ranks each that share the experts; weights travel whole, and in parts."""
+    write_tiny_deepseek(tmp_path / "tiny-deepseek")
+    (tmp_path / "digits.py").write_text(DIGITS)
+    recipe = tmp_path / "deepseek.yaml"
+    recipe.write_text(DEEPSEEK)
+    runs = {"one": ONE_RANK, "whole": (), "parts": ("policy.generation.weight_sync_encoding=parts",)}
+    found = {}
+    for name, settings in runs.items():
+        run = Run.start(tmp_path / name, str(recipe), *settings)
+        run.finish()
+        rows = [row for rows in rollouts_of(run.folder).values() for row in rows]
+        completions = sorted((row["prompt_id"], row["index"], row["turns"][-1]["text"]) for row in rows)
+        found[name] = steps_of(run.folder), completions
+        assert ("rollout-worker-0-node-1" in logs_of(run.folder)) == (name != "one")
+    steps, completions = found["one"]
+    assert len(steps) == 3
+    assert all(line["train/grad_norm"] > 0 for line in steps)
+    for name in ("whole", "parts"):
+        assert_same(found[name][0], steps, SAME, 1e-3)
+        assert max(line["mismatch/max"] for line in found[name][0]) < 1e-3
+        assert found[name][1] == completions, name
 
 
 @exhaustive
