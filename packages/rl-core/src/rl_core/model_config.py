@@ -388,6 +388,13 @@ class ModelConfig(Config):
 
     model_name: Annotated[PathText, WhenChanged.NEW_RUN]
     """Model to load: a folder with Hugging Face files, or a hub name."""
+    trust_remote_code: Annotated[str | None, WhenChanged.NEW_RUN] = Field(
+        default=None, pattern=r"^sha256:[0-9a-f]{64}$"
+    )
+    """Digest of the code that comes with the model's files (`auto_map` in its config.json), for a model type that
+    `transformers` does not have. The model's workers, and no other processes, run code with this digest. If it is
+    unset, no such code is run, and the message has the digest. For `dtensor_cfg` without model parallelism, and `hf`
+    generation."""
     tokenizer: TokenizerConfig = TokenizerConfig()
     train_global_batch_size: int = Field(default=512, gt=0)
     """Number of rows in one optimizer step; for DPO, reward models and other losses on pairs, the number of pairs. The

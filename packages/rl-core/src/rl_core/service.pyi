@@ -165,6 +165,9 @@ from rl_core.facts.hf_config import rope_parameters as rope_parameters
 from rl_core.facts.hf_config import switches_at as switches_at
 from rl_core.facts.hf_config import unread_quantisation as unread_quantisation
 from rl_core.facts.hf_config import with_overrides as with_overrides
+from rl_core.facts.model_code import code_digest as code_digest
+from rl_core.facts.model_code import code_files as code_files
+from rl_core.facts.model_code import code_problem as code_problem
 from rl_core.facts.model_size import WIDE_BYTES as WIDE_BYTES
 from rl_core.facts.model_size import ModelSize as ModelSize
 from rl_core.facts.model_size import RankMemory as RankMemory
@@ -428,6 +431,7 @@ from rl_core.torch.files.language_part import KEY_MAPPING as KEY_MAPPING
 from rl_core.torch.files.language_part import language_config as language_config
 from rl_core.torch.files.language_part import read_composite_config as read_composite_config
 from rl_core.torch.files.language_part import read_language_config as read_language_config
+from rl_core.torch.files.model_code import run_model_code as run_model_code
 from rl_core.torch.files.model_files import CONFIG as CONFIG
 from rl_core.torch.files.model_files import READ_AS_WEIGHTS as READ_AS_WEIGHTS
 from rl_core.torch.files.model_files import OpenWeights as OpenWeights
@@ -487,11 +491,11 @@ from rl_core.torch.loss import LossSums as LossSums
 from rl_core.torch.loss import MetricSum as MetricSum
 from rl_core.torch.loss import Rows as Rows
 from rl_core.torch.loss import followers_of as followers_of
+from rl_core.torch.optim.adamw import sharded_like as sharded_like
 from rl_core.torch.optim.optimizer import build_optimizer as build_optimizer
 from rl_core.torch.optim.optimizer import build_schedule as build_schedule
 from rl_core.torch.optim.optimizer import counts_on_device as counts_on_device
 from rl_core.torch.optim.optimizer import with_fused_step as with_fused_step
-from rl_core.torch.optim.adamw import sharded_like as sharded_like
 from rl_core.torch.optim.parameters import MatrixPiece as MatrixPiece
 from rl_core.torch.optim.parameters import OptimizedParameter as OptimizedParameter
 from rl_core.torch.optim.parameters import describe_parameters as describe_parameters
@@ -541,8 +545,8 @@ from rl_core.torch.training.lora import is_adapted as is_adapted
 from rl_core.torch.training.lora import is_adapted_stack as is_adapted_stack
 from rl_core.torch.training.lora import nothing_adapted as nothing_adapted
 from rl_core.torch.training.lora import peft_layers as peft_layers
-from rl_core.torch.training.lora import size_of as size_of
 from rl_core.torch.training.lora import refused_by_peft as refused_by_peft
+from rl_core.torch.training.lora import size_of as size_of
 from rl_core.torch.training.memory import StepPlan as StepPlan
 from rl_core.torch.training.recompute import WIDE as WIDE
 from rl_core.torch.training.recompute import ActivationMemory as ActivationMemory

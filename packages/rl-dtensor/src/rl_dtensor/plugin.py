@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from rl_core.config import Problem
@@ -49,6 +49,16 @@ def check_mesh(section: Any, config: RunConfig) -> Iterable[Problem]:
     yield from shape_problems(backend, model)
     yield from kernel_problems(backend, model)
     yield from vision_problems(section.vision, backend, local_whole_config(section))
+    if section.trust_remote_code is not None:
+        yield from _code_problems(backend)
+
+
+def _code_problems(backend: DTensorConfig) -> Iterator[Problem]:
+    """Yield axes of the mesh that need to know the layers of a model, whose code may have any."""
+    for name in SIZES:
+        if (size := getattr(backend, name)) > 1:
+            reason = "is not supported with trust_remote_code, because nothing is known of the layers of such a model"
+            yield Problem(f"dtensor_cfg.{name}", reason, got=size, remedy="Set it to 1: FSDP shards any model")
 
 
 UNSUPPORTED_OPTIMIZERS = {
@@ -140,6 +150,7 @@ PLUGIN = BackendPlugin(
     memory=memory_of,
     replay_key="moe_router_replay",
     trains_draft_heads=True,
+    runs_model_code=True,
     exact_problem=exact_training_problem,
     held_families=HELD_FAMILIES,
     family_table="rl_dtensor:families.json",

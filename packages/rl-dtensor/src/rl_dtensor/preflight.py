@@ -14,6 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from rl_core.facts.optimizer_arguments import OPTIMIZERS
 from rl_core.model_config import ModelConfig, OptimizerConfig, SchedulerConfig
+from rl_core.torch.files.model_code import run_model_code
 from rl_core.torch.files.model_files import CONFIG, read_hf_config
 from rl_core.torch.optim.optimizer import build_schedule
 from rl_dtensor.config import DTensorConfig
@@ -54,6 +55,8 @@ def check(section: Mapping[str, Any]) -> list[str]:
         # the role of the model.
         from rl_dtensor.model.whole import files_problem
 
+        if trusted := section.get("trust_remote_code"):
+            run_model_code(folder, trusted)
         problem = files_problem(folder, overrides, is_whole=section.get("vision", {}).get("enabled", False))
         problems[1] = problem and f"model_name: {problem}"
     found = [problem for problem in problems if problem]

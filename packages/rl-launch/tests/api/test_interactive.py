@@ -157,7 +157,9 @@ def test_a_step_that_was_left_is_not_saved_as_the_one_before_it(tmp_path, caplog
                 session.checkpoint()
             if step == 4:
                 break
-    assert "step 4 was left before its end, and step 3 can no longer be saved; the newest checkpoint is 2" in caplog.text
+    assert (
+        "step 4 was left before its end, and step 3 can no longer be saved; the newest checkpoint is 2" in caplog.text
+    )
     resumed = Opened(tmp_path / "run")
     assert next(iter(resumed.session.steps(5))) == 3
     assert resumed.policy.num_steps == 2

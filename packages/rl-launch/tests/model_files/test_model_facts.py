@@ -121,6 +121,38 @@ def test_a_model_that_can_be_trained_is_not(tmp_path, fields, overrides, longest
     assert problems(config, longest_row=longest_row, has_scalar_head=True) == {}
 
 
+CODE = {
+    "model_type": "novel",
+    "auto_map": {"AutoConfig": "c.NovelConfig", "AutoModelForCausalLM": "c.NovelForCausalLM"},
+}
+
+
+def test_code_of_a_model_is_trusted_by_its_digest(tmp_path):
+    folder = tmp_path / "m"
+    config = model(folder, CODE)
+    (folder / "c.py").write_text("class NovelConfig: ...\n")
+    asked = problems(config)["policy.model_name"].remedy
+    assert "read its code (c.py), and set policy.trust_remote_code=sha256:" in asked
+    digest = asked.partition("policy.trust_remote_code=")[2].split()[0]
+    trusting = config.model_copy(update={"trust_remote_code": digest})
+    assert problems(trusting) == {}
+    (folder / "c.py").write_text("class NovelConfig: 'another'\n")
+    assert re.search(r"digest of its code \(c.py\) is sha256:", problems(trusting)["policy.trust_remote_code"].reason)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({}, "has no effect, because transformers has the type 'qwen3'"),
+        ({"model_type": "novel"}, "names no AutoConfig and no AutoModelForCausalLM in auto_map"),
+        (CODE | {"auto_map": {**CODE["auto_map"], "AutoConfig": "who/else--c.C"}}, r"\(who/else--c.C\) is in another"),
+    ],
+)
+def test_trust_that_runs_no_code_of_the_folder_is_refused(tmp_path, fields, says):
+    config = model(tmp_path / "m", fields).model_copy(update={"trust_remote_code": f"sha256:{0:064x}"})
+    assert re.search(says, problems(config)["policy.trust_remote_code"].reason)
+
+
 def test_a_classifier_is_no_language_model(tmp_path):
     found = problems(model(tmp_path / "m", {"architectures": ["Qwen3ForSequenceClassification"]}))
     assert "Qwen3ForSequenceClassification" in found["policy.model_name"].reason

@@ -18,6 +18,7 @@ from rl_core.config import (
 )
 from rl_core.devices import CPU
 from rl_core.errors import ConfigError
+from rl_core.facts.model_code import code_digest
 from rl_core.model_config import GenerationConfig, ModelConfig
 from rl_core.testing.exhaustive import partly_exhaustive
 from rl_launch.commands.train import with_local_models
@@ -530,6 +531,27 @@ def test_images_that_a_backend_does_not_take_are_refused(overrides, config, mess
     stored = {"model_type": "qwen2_5_vl", "image_token_id": 5, **config}
     with pytest.raises(ConfigError, match=message):
         read_plan("grpo-arithmetic", [*ON_CPU, IMAGES, folder_with(tmp_path, **stored), *overrides])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([], r"policy.generation.backend .*got \"vllm\": runs no code that comes with a model, .*Set hf"),
+        (
+            [HF, "policy.megatron_cfg.enabled=true"],
+            r"policy.trust_remote_code .*training backend megatron.*Use dtensor",
+        ),
+        ([HF, "policy.dtensor_cfg.tensor_parallel_size=2"], r"tensor_parallel_size .*trust_remote_code.*Set it to 1"),
+        ([HF, "policy.trust_remote_code=true"], r"policy.trust_remote_code"),
+    ],
+)
+def test_code_of_a_model_that_nobody_could_run_is_refused(overrides, message, tmp_path):
+    (tmp_path / "c.py").write_text("")
+    classes = {"AutoConfig": "c.NovelConfig", "AutoModelForCausalLM": "c.NovelForCausalLM"}
+    stored = folder_with(tmp_path, model_type="novel", auto_map=classes)
+    trust = f"policy.trust_remote_code={code_digest(tmp_path)}"
+    with pytest.raises(ConfigError, match=message):
+        read_plan("grpo-arithmetic", [*ON_CPU, stored, trust, *overrides])
 
 
 def test_a_run_sends_what_the_config_says():

@@ -202,6 +202,7 @@ class BackendPlugin:
         draft_head: For a generator: function from its config to the folder of the draft head that it decodes
             speculatively with and takes the weights of; None if there is none.
         trains_draft_heads: True if a training backend trains a draft head with a policy (`ModelConfig.draft_head`).
+        runs_model_code: True if it can run code that comes with a model's files (`ModelConfig.trust_remote_code`).
         held_families: Model types (as in `config.json`) whose every mesh the backend's own tests hold; a run of another
             family checks its case first.
         family_table: `"package:file"` with results of the self-check, which a run reads instead of checking again; as
@@ -238,6 +239,7 @@ class BackendPlugin:
     draft_model: Callable[[Any], str | None] = drafts_with_no_model
     draft_head: Callable[[Any], str | None] = drafts_with_no_model
     trains_draft_heads: bool = False
+    runs_model_code: bool = False
     held_families: frozenset[str] = frozenset()
     family_table: str = ""
     converter: str = ""

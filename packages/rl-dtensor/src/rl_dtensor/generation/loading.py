@@ -24,6 +24,7 @@ from rl_core.errors import ConfigError
 from rl_core.facts.hf_config import is_composite
 from rl_core.model_config import ModelConfig
 from rl_core.torch.files.language_part import KEY_MAPPING, read_composite_config, read_language_config
+from rl_core.torch.files.model_code import run_model_code
 from rl_core.torch.files.model_files import WeightFiles, model_folder
 from rl_core.torch.training.flops import CHUNKED, RECURRENT_LAYERS, ROW_LAYERS
 from rl_dtensor.generation.batch import last_logits
@@ -52,6 +53,8 @@ def load_model(model: ModelConfig, attn_implementation: str, device: torch.devic
         ConfigError: For a type without such a model in `transformers`, a field in `hf_config_overrides` that the
             model does not have, attention that `attn_implementation` does not compute, or weights that are missing.
     """
+    if model.trust_remote_code is not None:
+        run_model_code(model_folder(model.model_name), model.trust_remote_code)
     config = hf_config(model)
     if not model.vision.enabled and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         remedy = "set policy.vision.enabled=true, or" if config.get_text_config() is not config else "set"

@@ -61,6 +61,7 @@ PLUGIN = BackendPlugin(
     ),
     ranks=ranks,
     images=VISION,
+    runs_model_code=True,
     image_problem=image_problem,
     routing_problem=reports_routing,
     exact_problem=exact_problem,

@@ -93,6 +93,9 @@ def prove_family(section: Any, key: str, plugin: BackendPlugin, python: str) -> 
     if family in plugin.held_families:
         return
     case = plugin.mesh_case(section)
+    if section.trust_remote_code is not None:
+        _log.warning("%s has code of its own, which has not been checked on %s", model, case)
+        return
     if section.family_check == "off":
         _log.warning("%s has not been checked on %s, because %s is off", family, case, switch)
         return

@@ -14,6 +14,7 @@ from rl_algos import hub
 from rl_core.config import Problem
 from rl_core.errors import ConfigError
 from rl_core.facts.hf_config import custom_code, num_positions, other_task, unread_quantisation
+from rl_core.facts.model_code import code_digest, code_files, code_problem
 from rl_core.model_config import ModelConfig, local_hf_config
 from rl_launch.model_files.weight_files import shapes_in
 
@@ -65,7 +66,7 @@ def model_problems(
     if not whole.get("model_type"):
         remedy = "Save the model again with `save_pretrained`"
         yield Problem(name, "its config.json has no model_type", got=model.model_name, remedy=remedy)
-    elif is_trained_from and (problem := _unreadable(name, model.model_name, whole, folder)):
+    elif is_trained_from and (problem := _unreadable(key, model, whole, folder)):
         yield problem
     limit = num_positions(fields)
     if limit is not None and longest_row > limit:
@@ -88,20 +89,33 @@ def model_problems(
         yield Problem(name, reason, got=model.model_name, remedy=remedy)
 
 
-def _unreadable(key: str, name: str, fields: Mapping[str, Any], folder: str) -> Problem | None:
+def _unreadable(key: str, model: ModelConfig, fields: Mapping[str, Any], folder: str) -> Problem | None:
     """Return the reason why a training backend cannot read a model; None if it can."""
-    parts = {part for tensor in shapes_in(Path(folder).expanduser()) for part in tensor.split(".")}
+    name, place = f"{key}.model_name", Path(folder).expanduser()
+    parts = {part for tensor in shapes_in(place) for part in tensor.split(".")}
     written_by = (writer for part, writer in _QUANTISED_PARTS.items() if part in parts)
     if method := unread_quantisation(fields) or next(written_by, ""):
         remedy = "Use the model that it was quantised from, or dequantise it"
-        return Problem(key, f"is quantised with {method}, so it cannot be trained", got=name, remedy=remedy)
-    model_type = fields["model_type"]
+        return Problem(
+            name, f"is quantised with {method}, so it cannot be trained", got=model.model_name, remedy=remedy
+        )
+    model_type, trusted = fields["model_type"], model.trust_remote_code
     if _is_known(str(model_type)):
+        if trusted is None:
+            return None
+        reason = f"has no effect, because transformers has the type {model_type!r}, whose own classes are used"
+        return Problem(f"{key}.trust_remote_code", reason, remedy="Remove this key")
+    if trusted is not None:
+        if problem := code_problem(place, fields, trusted):
+            return Problem(f"{key}.trust_remote_code", problem, got=trusted, remedy="Read the code before you trust it")
         return None
     reason = f"has the model type {model_type!r}, which transformers {version('transformers')} does not have"
+    remedy = "Choose a model of a type that transformers has"
     if written := custom_code(fields):
         reason = f"{reason}, and its own code ({written}) is not run"
-    return Problem(key, reason, got=name, remedy="Choose a model of a type that transformers has")
+        files = ", ".join(code_files(place))
+        remedy = f"{remedy}. Or read its code ({files}), and set {key}.trust_remote_code={code_digest(place)} to run it"
+    return Problem(name, reason, got=model.model_name, remedy=remedy)
 
 
 def hf_fields(model: ModelConfig) -> dict[str, Any]:

@@ -103,6 +103,18 @@ def _model_fact_checks(plan: RunPlan) -> Iterator[Problem]:
         )
 
 
+def _model_code_checks(plan: RunPlan) -> Iterator[Problem]:
+    generation, needs = plan.backends.generation, "runs no code that comes with a model"
+    for model in plan.backends.models.values():
+        if model.config.trust_remote_code is not None and not model.plugin.runs_model_code:
+            reason = f"is not supported by the training backend {model.plugin.name}, which {needs}"
+            yield Problem(f"{model.section}.trust_remote_code", reason, remedy="Use dtensor, or another model")
+    if generation is None or generation.plugin.runs_model_code or generation.model.trust_remote_code is None:
+        return
+    reason = f"{needs}, but policy.trust_remote_code is set"
+    yield Problem("policy.generation.backend", reason, got=generation.plugin.name, remedy="Set hf")
+
+
 def _vision_checks(plan: RunPlan) -> Iterator[Problem]:
     backends = plan.backends
     for model in backends.models.values():
@@ -464,7 +476,13 @@ CHECKS: tuple[Check, ...] = (
 )
 """Checks of the config of a run."""
 
-MODEL_CHECKS: tuple[Check, ...] = (_model_fact_checks, _backend_checks, _replay_checks, _vision_checks)
+MODEL_CHECKS: tuple[Check, ...] = (
+    _model_fact_checks,
+    _model_code_checks,
+    _backend_checks,
+    _replay_checks,
+    _vision_checks,
+)
 """Checks that compare the config with the configs of models, as far as these are on this machine."""
 
 BACKEND_CHECKS: tuple[Check, ...] = (

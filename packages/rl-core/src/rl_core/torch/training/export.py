@@ -59,7 +59,9 @@ def float32_among_others(files: WeightFiles) -> set[str]:
     return set() if is_wide_model or wide == set(files.names) else wide
 
 
-def write_hf_config(model: RankModel, path: Path, *, role: Role, dtype: str, tokenizer: Path) -> None:
+def write_hf_config(
+    model: RankModel, path: Path, *, role: Role, dtype: str, tokenizer: Path, keeps_code: bool = False
+) -> None:
     """Write the config of an export for `transformers`.
 
     Args:
@@ -68,6 +70,7 @@ def write_hf_config(model: RankModel, path: Path, *, role: Role, dtype: str, tok
         role: Role of the model, which decides its head.
         dtype: Dtype of the exported weights, such as `bfloat16`.
         tokenizer: Folder of the tokenizer, which knows the padding token of a model with a scalar head.
+        keeps_code: True of a model whose classes come with its files.
 
     Raises:
         ValueError: If `transformers` has no class for this family and role.
@@ -76,8 +79,9 @@ def write_hf_config(model: RankModel, path: Path, *, role: Role, dtype: str, tok
     config = type(model.hf_config).from_dict(model.hf_config.to_dict())
     config.dtype = dtype
     config.architectures = [model.architecture]
-    # The class is transformers' own, and not code that came with the model.
-    vars(config).pop("auto_map", None)
+    if not keeps_code:
+        # The class is transformers' own, and not code that came with the model.
+        vars(config).pop("auto_map", None)
     if role in HEADLESS_ROLES:
         config.num_labels = 1
         config.pad_token_id = padding_token(tokenizer, config.to_dict())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -17,10 +18,12 @@ import torch.distributed as dist
 
 from rl_core.data.batch import TOKENS, Batch
 from rl_core.data.microbatch import Batching
+from rl_core.facts.model_code import code_files
 from rl_core.facts.vllm_readings import write_serving_note
 from rl_core.metrics import Metric
 from rl_core.model import HEADLESS_ROLES, Coordinates, Loss, ModelPart, ModelSpec, Read, SavedFile, StepSettings
 from rl_core.model_config import ModelConfig
+from rl_core.torch.files.model_code import run_model_code
 from rl_core.torch.files.model_files import CONFIG, WeightFiles, copy_side_files, copy_tokenizer, fetched_folder
 from rl_core.torch.heads.reads import check_reads
 from rl_core.torch.optim.optimizer import build_schedule
@@ -168,6 +171,8 @@ class TrainingWorker(_WorkerPart):
         control, tokenizer = mesh.control, config.tokenizer.name
         self._folder = fetched_folder(config.model_name, control)
         self._tokenizer = self._folder if tokenizer is None else fetched_folder(tokenizer, control)
+        if config.trust_remote_code is not None:
+            run_model_code(self._folder, config.trust_remote_code)
         on_rank0(control, lambda: check_base(config, self._folder))
         parts = build(self._folder)
         if spec.role == "reward_model" and not spec.trains:
@@ -361,7 +366,13 @@ class TrainingWorker(_WorkerPart):
 
     def _write_side_files(self, path: Path, dtype: str) -> None:
         """Write the files of an export other than its weights."""
-        write_hf_config(self._model, path, role=self._spec.role, dtype=dtype, tokenizer=self._tokenizer)
+        has_code = self._config.trust_remote_code is not None
+        write_hf_config(
+            self._model, path, role=self._spec.role, dtype=dtype, tokenizer=self._tokenizer, keeps_code=has_code
+        )
+        for name in code_files(self._folder) if has_code else ():
+            (path / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(self._folder / name, path / name)
         copy_side_files(
             path,
             source=self._folder,
