@@ -70,6 +70,22 @@ def test_settings_that_contradict_each_other_are_named(settings, key, mention):
     assert problem.is_unused == (key == "moe_per_layer_logging" or "recompute" in settings)
 
 
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({"target_parameters": ["experts.down_proj"]}, "target_parameters"),
+        ({"use_dora": True}, "use_dora"),
+        ({"base_quantization": "nf4"}, "base_quantization"),
+    ],
+)
+def test_adapters_that_only_the_other_backend_has_are_refused(settings, key):
+    lora = LoraConfig(enabled=True, **settings)
+    (problem,) = problems(ModelConfig(model_name="model", lora_cfg=lora)).values()
+    assert problem.key == f"lora_cfg.{key}"
+    assert "train with dtensor_cfg instead of megatron_cfg" in problem.remedy
+    assert problems(ModelConfig(model_name="model", lora_cfg=LoraConfig(enabled=True, init="pissa"))) == {}
+
+
 @pytest.mark.parametrize("device", ["cpu", "rehearsal"])
 def test_kernels_of_gpus_are_refused_where_the_cpu_computes(device):
     settings = {"fp8_cfg": {"enabled": True}, "moe_token_dispatcher_type": "flex", "expert_model_parallel_size": 2}

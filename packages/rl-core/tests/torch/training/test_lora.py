@@ -109,7 +109,7 @@ def test_an_adapter_of_another_model_is_refused_by_name(folder):
     with pytest.raises(ValueError, match=r"has 2 tensors of layers without an adapter here, such as layers.0.q_proj.l"):
         given.check(["layers.0.k_proj.weight"])
     for weight, down in (("layers.0.q_proj.weight", (8, 3)), ("layers.0.k_proj.weight", (2, 3))):
-        with pytest.raises(ValueError, match="set dim and target_modules as they are in that adapter"):
+        with pytest.raises(ValueError, match="set dim, rank_pattern and target_modules as they are in that adapter"):
             given.of_weight(weight, down, (4, 2))
     with pytest.raises(ValueError, match=r"has no adapter_model\.safetensors"):
         InitialFactors.of(LoraConfig(enabled=True, adapter=str(folder / "none")), seed=1)
