@@ -256,12 +256,15 @@ def num_parameters(rank: Rank) -> tuple[int, float]:
 def save_as_megatron(rank: Rank, folder: str, arguments: dict[str, Any]) -> None:
     """Write a model as Megatron-LM does: its own names, in the format `torch_dist`, with the run's arguments."""
     import multiprocessing
+    import queue
     from argparse import Namespace
 
     from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-    # Megatron writes in processes of its own, which ranks of the pool may not have
+    # Megatron writes in processes of its own, which ranks of the pool may not have, and starts another one for a queue
     multiprocessing.current_process()._config["daemon"] = False
+    filesystem_async._results_queue = queue.Queue()
 
     reading = rank.held[HELD]._model.reading
     tensors: dict[str, Any] = {}

@@ -96,11 +96,23 @@ def test_another_family_is_refused_with_the_tensors_that_differ(checkpoint, tmp_
         convert(saved, tmp_path, str(model))
 
 
-def test_norms_within_projections_of_transformer_engine_are_found():
-    tensors = {"decoder.layers.self_attention.linear_qkv.layer_norm_weight": None}
-    entry = SimpleNamespace(target="decoder.layers.2.input_layernorm.weight")
-    place = megatron_checkpoint._place_of(entry, tensors)
-    assert place == ("decoder.layers.self_attention.linear_qkv.layer_norm_weight", (2,))
+EXPERT = "decoder.layers.3.mlp.experts.local_experts.2.linear_fc1.weight"
+
+
+@pytest.mark.parametrize(
+    ("target", "key", "index"),
+    [
+        ("decoder.final_layernorm.weight", "decoder.final_layernorm.weight", ()),
+        ("decoder.layers.2.input_layernorm.weight", "decoder.layers.self_attention.linear_qkv.layer_norm_weight", (2,)),
+        ("decoder.layers.2.pre_mlp_layernorm.weight", "decoder.layers.2.mlp.linear_fc1.layer_norm_weight", ()),
+        (EXPERT, "decoder.layers.mlp.experts.experts.linear_fc1.weight", (3, 2)),
+        (EXPERT, "decoder.layers.3.mlp.experts.experts.linear_fc1.weight", (2,)),
+        (EXPERT, "decoder.layers.3.mlp.experts.experts.2.linear_fc1.weight", ()),
+    ],
+)
+def test_parameters_are_found_however_megatron_stacks_and_fuses_them(target, key, index):
+    tensors = {key: None, "decoder.layers.mlp.linear_fc1.weight": None}
+    assert megatron_checkpoint._place_of(SimpleNamespace(target=target), tensors) == (key, index)
 
 
 def test_a_format_that_is_not_torch_dist_is_refused(tmp_path):

@@ -17,7 +17,7 @@ from rl_megatron import preflight
 from rl_megatron.checks import check_architecture
 from rl_megatron.config import MegatronConfig
 from rl_megatron.families.catalog import BUILT_IN, family_of
-from rl_megatron.families.supported import RULES, num_key_heads, sizes_of
+from rl_megatron.families.supported import RULES, architecture_problems, num_key_heads, sizes_of
 
 SMALL = {
     "vocab_size": 101,
@@ -131,7 +131,6 @@ def test_the_driver_refuses_what_building_the_model_would(
     ("family", "lora", "settings", "mention"),
     [
         ("gemma2", {}, {}, "no weight mapping for models of type 'gemma2'"),
-        ("nemotron_h", {}, {}, "models of type 'nemotron_h' are not supported: the Mamba layers"),
         ("qwen3", {}, {"recompute": "selective", "recompute_modules": ["moe"]}, "recompute_modules ['moe']"),
         ("qwen3", {"match_all_linear": False, "target_modules": ["c_attn"]}, {}, "'c_attn' is not a linear layer"),
         (
@@ -176,6 +175,14 @@ def test_sizes_from_the_fields_of_a_file_are_those_of_megatrons_config(family: s
     hf = AutoConfig.for_model(**fields)
     assert sizes_of(fields, None) == sizes_of(hf.to_dict(), family_of(hf).settings(hf))
     assert num_key_heads(fields) == num_key_heads(hf.to_dict())
+
+
+def test_a_family_that_megatron_cannot_run_here_is_refused_with_the_reason() -> None:
+    (problem,) = architecture_problems({"model_type": "nemotron_h"}, MegatronConfig())
+    assert "is a nemotron_h model" in problem.reason
+    assert "Mamba layers of megatron-core 0.16.1 run only on the CUDA kernels" in problem.reason
+    with pytest.raises(ValueError, match=r"'nemotron_h' are not supported: the Mamba layers.*train with rl-dtensor"):
+        family_of(AutoConfig.for_model("nemotron_h"))
 
 
 def test_every_family_has_rules() -> None:

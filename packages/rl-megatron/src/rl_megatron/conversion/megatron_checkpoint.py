@@ -247,6 +247,7 @@ _METADATA = {
         *("BytesStorageMetadata", "ChunkStorageMetadata", "_MEM_FORMAT_ENCODING"),
     ),
     f"{_CHECKPOINT}.filesystem": ("_StorageInfo", "_StoragePrefix"),
+    f"{_CHECKPOINT}.planner": ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData"),
     "torch": (
         *("Size", "device", "bool", "bfloat16", "float16", "float32", "float64"),
         *("uint8", "int8", "int16", "int32", "int64"),

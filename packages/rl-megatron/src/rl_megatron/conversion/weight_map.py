@@ -152,8 +152,8 @@ def as_stored(maps: Sequence[WeightMap], num_experts: int, names: Set[str]) -> l
     stacked: dict[str, list[WeightMap]] = {}
     for entry in maps:
         found = EXPERT_SOURCE.fullmatch(entry.sources[0].name)
-        name = found and f"{found[1]}.{'down_proj' if found[3] == 'down' else 'gate_up_proj'}"
-        if not found or name not in names:
+        name = f"{found[1]}.{'down_proj' if found[3] == 'down' else 'gate_up_proj'}" if found else ""
+        if found is None or name not in names:
             stacked[entry.target] = [entry]
             continue
         height, width = sum(source.shape[0] for source in entry.sources), entry.sources[0].shape[1]
