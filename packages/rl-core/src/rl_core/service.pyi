@@ -433,9 +433,14 @@ from rl_core.torch.files.language_part import read_composite_config as read_comp
 from rl_core.torch.files.language_part import read_language_config as read_language_config
 from rl_core.torch.files.model_code import run_model_code as run_model_code
 from rl_core.torch.files.model_files import CONFIG as CONFIG
+from rl_core.torch.files.model_files import GENERATION_CONFIG as GENERATION_CONFIG
+from rl_core.torch.files.model_files import INDEX as INDEX
 from rl_core.torch.files.model_files import READ_AS_WEIGHTS as READ_AS_WEIGHTS
+from rl_core.torch.files.model_files import SINGLE as SINGLE
+from rl_core.torch.files.model_files import TOKENIZER_FILES as TOKENIZER_FILES
 from rl_core.torch.files.model_files import OpenWeights as OpenWeights
 from rl_core.torch.files.model_files import WeightFiles as WeightFiles
+from rl_core.torch.files.model_files import copy_files as copy_files
 from rl_core.torch.files.model_files import fetched_folder as fetched_folder
 from rl_core.torch.files.model_files import head_advice as head_advice
 from rl_core.torch.files.model_files import model_folder as model_folder
@@ -526,6 +531,7 @@ from rl_core.torch.training.backend import TrainingParts as TrainingParts
 from rl_core.torch.training.checkpoint_files import SHARDS as SHARDS
 from rl_core.torch.training.checkpoint_files import KeptSavePlanner as KeptSavePlanner
 from rl_core.torch.training.checkpoint_files import read_tensors as read_tensors
+from rl_core.torch.training.export import FILE_BYTES as FILE_BYTES
 from rl_core.torch.training.export import float32_among_others as float32_among_others
 from rl_core.torch.training.flops import CHUNKED as CHUNKED
 from rl_core.torch.training.flops import RECURRENT_LAYERS as RECURRENT_LAYERS

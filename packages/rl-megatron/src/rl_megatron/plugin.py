@@ -82,6 +82,6 @@ PLUGIN = BackendPlugin(
     memory=memory_of,
     replay_key="moe_router_replay",
     held_families=HELD_FAMILIES,
-    converter="rl_megatron.conversion.megatron_checkpoint:convert_to_stdout",
+    converter="rl_megatron.megatron_checkpoint:convert_to_stdout",
 )
 """The training backend, found by the entry point `rl.policies:megatron`."""

@@ -15,8 +15,8 @@ from rl_core.model import ModelSpec
 from rl_core.model_config import ModelConfig
 from rl_core.selfcheck.pooled_model import PooledModel
 from rl_core.testing.exhaustive import partly_exhaustive
-from rl_megatron.conversion import megatron_checkpoint
-from rl_megatron.conversion.megatron_checkpoint import convert
+from rl_megatron import megatron_checkpoint
+from rl_megatron.megatron_checkpoint import convert
 
 ALL = LAYOUTS | EXPERT_LAYOUTS
 CASES = [
