@@ -29,8 +29,11 @@ from rl_core.torch.process_group import on_all_ranks, on_rank0
 CONFIG = "config.json"
 """File of a model's config in its folder."""
 GENERATION_CONFIG = "generation_config.json"
+"""File of the settings to generate with by default, in a model's folder."""
 SINGLE = "model.safetensors"
+"""File of a model's weights, if they are in one file."""
 INDEX = "model.safetensors.index.json"
+"""File with the file of each weight, if they are in several files."""
 PRECISION = "precision"
 """Key in the metadata of exported safetensors of the precision that the model computed in when it was trained."""
 TEMPLATES = "additional_chat_templates"
@@ -63,6 +66,7 @@ TOKENIZER_FILES = (
     "sentencepiece.bpe.model",
     "chat_template.json",
 )
+"""Files of a tokenizer in a model's folder; most models have some of them."""
 
 
 TEMPLATE = "chat_template.jinja"
