@@ -119,7 +119,8 @@ def describe_parameters(
 
 def local_part(tensor: Any) -> Tensor:
     """Return the part of a tensor that this rank holds, sharing memory, without its gradient."""
-    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    held: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return held.detach()
 
 
 def loss_of(closure: Callable[[], float] | None) -> float | None:
