@@ -255,13 +255,18 @@ class TestEngineInItsOwnProcess(VllmSuite):
         finally:
             processor.process_outputs = process
 
-    def test_zz_an_engine_that_is_killed_fails_requests_at_once(self, bench: Bench) -> None:
+    def test_zz_an_engine_that_is_killed_fails_requests_and_calls_at_once(self, bench: Bench) -> None:
         """Last: it leaves no engine behind."""
         engine = next(p for p in psutil.Process().children() if "EngineCore" in " ".join(p.cmdline()) + p.name())
 
         async def killing() -> None:
             requests = [GenerationRequest(prompt(5), SamplingParams(200), seed) for seed in range(8)]
-            tasks = [asyncio.create_task(bench.generator.generate(request)) for request in requests]
+            tasks: list[asyncio.Task[Any]] = [
+                asyncio.create_task(bench.generator.generate(request)) for request in requests
+            ]
+            await asyncio.sleep(0.05)
+            os.kill(engine.pid, signal.SIGSTOP)
+            tasks.append(asyncio.create_task(bench.generator._running().ask("is_sleeping")))
             await asyncio.sleep(0.05)
             os.kill(engine.pid, signal.SIGKILL)
             failures = await asyncio.gather(*tasks, return_exceptions=True)

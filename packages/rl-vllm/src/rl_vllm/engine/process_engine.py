@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import multiprocessing
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -75,6 +75,8 @@ class ProcessEngine(Engine):
         started = cls(engine, roots, output, further)
         try:
             await started.call("end_with_front")
+            # Otherwise the first request asks for it, and waits forever if the engine dies meanwhile.
+            await started.ask("get_supported_tasks")
         except GeneratorError:
             await started.end()
             raise
@@ -107,14 +109,15 @@ class ProcessEngine(Engine):
 
     async def ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
         async with self._failures():
-            return await getattr(self.vllm, method)(*args, **kwargs)
+            return await self._answer(getattr(self.vllm, method)(*args, **kwargs))
 
     async def call(self, method: str, *args: Any) -> list[Any]:
         if self._engines is None:
             return await super().call(method, *args)
         # `AsyncLLM.collective_rpc` returns the answers of the first of several engines only.
         async with self._failures():
-            answers = await self.vllm.engine_core.call_utility_all_async("collective_rpc", method, None, args, {})
+            calls = self.vllm.engine_core.call_utility_all_async("collective_rpc", method, None, args, {})
+            answers = await self._answer(calls)
         return [answer for engine in answers for answer in engine]
 
     async def forget_prefixes(self) -> None:
@@ -133,6 +136,22 @@ class ProcessEngine(Engine):
         await asyncio.to_thread(psutil.wait_procs, alive, SHUTDOWN_S)
         if self._further is not None:
             self._further.close()
+
+    async def _answer(self, call: Coroutine[Any, Any, Any]) -> Any:
+        """Return the answer of a call. If the engine dies before, vLLM would never answer, but its task that reads the
+        engine's outputs ends.
+
+        Raises:
+            EngineDeadError: If the engine is dead.
+        """
+        answer, reader = asyncio.create_task(call), self.vllm.output_handler
+        try:
+            await asyncio.wait([answer, *([] if reader is None else [reader])], return_when=asyncio.FIRST_COMPLETED)
+            if answer.done():
+                return answer.result()
+            raise self.vllm.dead_error
+        finally:
+            answer.cancel()
 
     @asynccontextmanager
     async def _failures(self) -> AsyncIterator[None]:
