@@ -162,7 +162,14 @@ class ExchangeSuite(ABC):
                 return None
 
             broken = r"received from rank \d other values than that rank sent, in "
-            for number, reason in ((1, broken), (3, broken), (0, "no parameter of that name")):
+            number = -1
+            transport = sent_by_every_rank()
+            ranks.run(_begin_counting, [()] * ranks.num_ranks)
+            with receiving_threads(self.num_ranks, take) as received:
+                model.call("send", manifest, transport)
+            assert not any(received.values())
+            last = ranks.run(_num_arrived, [()] * ranks.num_ranks)[0]
+            for number, reason in ((1, broken), (last, broken), (0, "no parameter of that name")):
                 transport = sent_by_every_rank()
                 ranks.run(_break_message, [(number,)] * ranks.num_ranks)
                 with receiving_threads(self.num_ranks, take) as received, pytest.raises(WorkerError, match=reason):
@@ -237,15 +244,15 @@ def parts_of_engine_rank(manifest: Manifest, rank: int, size: int) -> Parts:
 
 
 def _count_messages(rank: Rank, per_node: int) -> None:
-    counts = rank.held["messages"] = [0, 0, 0]
+    counts = rank.held["messages"] = [0, 0, 0, 0]
 
     def all_to_all_single(arrived: Tensor, message: Tensor, *splits: Any) -> None:
         counts[0] += 1
         counts[1] += arrived.numel() * (arrived.dtype == torch.uint8)
         dist.all_to_all_single(arrived, message, *splits)
-        if arrived.dtype == torch.uint8 and arrived.numel() and counts[2]:
-            counts[2] -= 1
-            if not counts[2]:
+        if arrived.dtype == torch.uint8 and arrived.numel():
+            counts[3] += 1
+            if counts[3] == counts[2]:
                 arrived[len(arrived) // 2] ^= 1
 
     exchanging = SimpleNamespace(**{**vars(dist), "all_to_all_single": all_to_all_single})
@@ -264,15 +271,21 @@ def _stop_counting(rank: Rank) -> None:
 
 
 def _begin_counting(rank: Rank) -> None:
-    rank.held["messages"][:] = [0, 0, 0]
+    rank.held["messages"][:] = [0, 0, 0, 0]
 
 
 def _counted(rank: Rank) -> tuple[int, int]:
     """Return the number of collectives and of received bytes."""
-    calls, num_bytes, _ = rank.held["messages"]
+    calls, num_bytes, *_ = rank.held["messages"]
     return calls, num_bytes
 
 
+def _num_arrived(rank: Rank) -> int:
+    """Return the number of messages of weights that arrived."""
+    found: int = rank.held["messages"][3]
+    return found
+
+
 def _break_message(rank: Rank, number: int) -> None:
-    """Change a bit of a message that arrives on rank 0."""
-    rank.held["messages"][2] = number if rank.rendezvous.rank == 0 else 0
+    """Change a bit of a message that arrives on rank 0, by its number."""
+    rank.held["messages"][:] = [0, 0, number if rank.rendezvous.rank == 0 else 0, 0]
