@@ -11,6 +11,7 @@ import os
 import threading
 import traceback
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -23,7 +24,7 @@ import pytest
 
 from rl_core.devices import CPU, REHEARSAL
 from rl_core.devices.device import hold_port
-from rl_core.errors import GeneratorError
+from rl_core.errors import GeneratorError, WeightSyncError
 from rl_core.fork_server.server import import_all
 from rl_core.model_config import GenerationConfig
 from rl_core.rollouts.generation import GenerationRequest, Placement, SamplingParams
@@ -41,6 +42,7 @@ pytestmark = exhaustive
 
 START_S = 600.0
 GPUS = ("4", "7")
+LOST = "the engine's process died: node 2 of 2 (127.0.0.1) of the replica: VllmWorker-1 was killed"
 PLACEMENT = Placement("rehearsal", shares_devices=True, awaits_weights=True)
 BACKEND = VllmConfig(kv_cache_gib=0.25, tensor_parallel_size=2)
 REQUEST = GenerationRequest(prompt(5), SamplingParams(4), 0)
@@ -74,20 +76,27 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one node", "two nodes"])
 def front(request: pytest.FixtureRequest, folders: tuple[Path, Path]) -> Iterator[Front]:
+    with started(request.param, folders) as found:
+        yield found
+
+
+@contextmanager
+def started(num_nodes: int, folders: tuple[Path, Path]) -> Iterator[Front]:
+    """A replica over one or two nodes."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     with hold_port() as held:
         meeting = Place(*held.getsockname())
-        process = context.Process(target=_serve, args=(theirs, request.param, meeting, *folders))
+        process = context.Process(target=_serve, args=(theirs, num_nodes, meeting, *folders))
         process.start()
-        others = [context.Process(target=_follow, args=(meeting, folders[0]))] if request.param == 2 else []
+        others = [context.Process(target=_follow, args=(meeting, folders[0]))] if num_nodes == 2 else []
         for each in others:
             each.start()
         theirs.close()
         try:
             problem, engine = _received(ours), [psutil.Process(pid) for pid in _received(ours)]
             followers = [child for each in others for child in psutil.Process(each.pid).children(recursive=True)]
-            yield Front(process, ours, request.param, problem, engine, followers)
+            yield Front(process, ours, num_nodes, problem, engine, followers)
         finally:
             for each in (process, *others):
                 each.kill()
@@ -108,11 +117,10 @@ def test_it_takes_turns_in_a_rehearsal(front: Front) -> None:
 def test_zy_a_lost_rank_of_another_node_ends_the_replica(front: Front) -> None:
     if front.num_nodes == 1:
         pytest.skip("there is no other node")
-    (rank,) = [each for each in front.followers if "VLLM" in " ".join(each.cmdline())]
-    rank.kill()
+    _rank_of(front).kill()
     front.pipe.send("fail")
     failure = str(_received(front.pipe))
-    assert "the engine's process died: node 2 of 2 (127.0.0.1) of the replica: VllmWorker-1 was killed" in failure
+    assert LOST in failure
     _assert_ended(front.engine)
 
 
@@ -125,6 +133,25 @@ def test_zz_no_engine_outlives_a_killed_process_in_front(front: Front) -> None:
     _assert_ended([*front.engine, *front.followers])
 
 
+@pytest.mark.parametrize("phase", ["beginning", "joining", "transfer", "commit"])
+def test_zzz_a_rank_of_another_node_that_is_killed_in_a_weight_sync_ends_the_replica(
+    phase: str, folders: tuple[Path, Path]
+) -> None:
+    """Its sender fails soon as well, if it is in the transfer."""
+    with started(2, folders) as front:
+        front.pipe.send(Lose(phase, _rank_of(front).pid))
+        failure, of_sender = _received(front.pipe)
+        assert LOST in failure
+        assert ("lost receiver rank 1" in of_sender) == (phase == "transfer"), of_sender
+        _assert_ended(front.engine)
+
+
+def _rank_of(front: Front) -> psutil.Process:
+    """Return the process of the rank on the other node."""
+    (rank,) = [each for each in front.followers if "VLLM" in " ".join(each.cmdline())]
+    return rank
+
+
 def _assert_ended(processes: list[psutil.Process]) -> None:
     _, alive = psutil.wait_procs(processes, 60)
     assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
@@ -133,6 +160,13 @@ def _assert_ended(processes: list[psutil.Process]) -> None:
 def _received(pipe: Connection) -> Any:
     assert pipe.poll(START_S), "the process in front of the engine does not answer"
     return pipe.recv()
+
+
+class Lose(NamedTuple):
+    """An order to the process in front: kill a rank in a phase of a weight sync."""
+
+    phase: str
+    pid: int
 
 
 class Place(NamedTuple):
@@ -176,6 +210,9 @@ def _hold_replica(pipe: Connection, num_nodes: int, meeting: Place, first: Path,
         runner.run(generator.start())
         pipe.send([process.pid for process in generator._running()._processes])
         while act := pipe.recv():
+            if isinstance(act, Lose):
+                pipe.send(runner.run(_lose(generator, second, act)))
+                continue
             try:
                 runner.run(_take_turns(generator, first, second) if act == "take turns" else _fail(generator))
                 pipe.send("")
@@ -189,6 +226,47 @@ async def _fail(generator: VllmGenerator) -> None:
         while True:
             await generator.health()
             await generator.generate(REQUEST)
+
+
+async def _lose(generator: VllmGenerator, folder: Path, lose: Lose) -> tuple[str, str]:
+    """Return what the generator raised, and what the sender of the lost rank raised; empty for nothing."""
+    senders = [SenderProcess(REHEARSAL, (gpu,)) for gpu in GPUS]
+    manifest = manifest_of(folder, 1)
+    transport = Transport("ipc", _address(), 1, timeout_s=SYNC_TIMEOUT_S, every_rank_sends=True)
+    faults = [Fault(), Fault(stop_at=manifest.tensors[-1].name if lose.phase == "transfer" else "")]
+    failures, sending = [], []
+    try:
+        await generator.wake(("weights",))
+        if lose.phase == "beginning":
+            psutil.Process(lose.pid).kill()
+        await generator.begin(manifest)
+        receiving = asyncio.create_task(_receive(generator, transport))
+        # Without its sender, the rank waits for it.
+        for sender, fault in list(zip(senders, faults, strict=True))[: 1 if lose.phase == "joining" else 2]:
+            sending.append(sender.send(folder, manifest, transport, fault))
+        if lose.phase == "joining":
+            await asyncio.wrap_future(sending[0])
+            psutil.Process(lose.pid).kill()
+        if lose.phase == "transfer":
+            with senders[1].stopped():
+                psutil.Process(lose.pid).kill()
+        await receiving
+        if lose.phase == "commit":
+            psutil.Process(lose.pid).kill()
+        await generator.commit(1)
+    except GeneratorError as error:
+        failures.append(str(error))
+    try:
+        await asyncio.gather(*map(asyncio.wrap_future, sending[1:]))
+    except WeightSyncError as error:
+        failures.append(str(error))
+    for sender in senders:
+        sender.close()
+    return failures[0], failures[1] if len(failures) > 1 else ""
+
+
+async def _receive(generator: VllmGenerator, transport: Transport) -> None:
+    await generator.receive(transport, 1)
 
 
 async def _take_turns(generator: VllmGenerator, first: Path, second: Path) -> None:

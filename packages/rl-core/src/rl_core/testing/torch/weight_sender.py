@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-from collections.abc import Mapping
+import signal
+import time
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
 import torch
 from safetensors.torch import load_file
 
@@ -34,11 +38,13 @@ class Fault(NamedTuple):
         corrupt: Name of a tensor that arrives other than it was.
         die_at: The process ends without a word at the tensor of this name.
         omit: Name of a tensor that it leaves out.
+        stop_at: The process stops at the tensor of this name, until `SenderProcess.stopped` continues it.
     """
 
     corrupt: str = ""
     die_at: str = ""
     omit: str = ""
+    stop_at: str = ""
 
 
 def manifest_of(folder: Path, version: int) -> Manifest:
@@ -136,6 +142,17 @@ class SenderProcess:
         digests: list[str] = answer
         return digests
 
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Context that begins when the process has stopped at the tensor of its fault, and continues it."""
+        process = psutil.Process(self._process.pid)
+        while process.status() != psutil.STATUS_STOPPED:
+            time.sleep(0.05)
+        try:
+            yield
+        finally:
+            process.resume()
+
     def close(self) -> None:
         """End the process."""
         if self._process is not None:
@@ -178,6 +195,8 @@ def _send(
         for spec in manifest.tensors:
             if spec.name == fault.die_at:
                 os._exit(1)
+            if spec.name == fault.stop_at:
+                os.kill(os.getpid(), signal.SIGSTOP)
             if spec.name != fault.omit:
                 sender.put(spec.name, tensors[spec.name])
         return sender.finish()
