@@ -203,5 +203,14 @@ def initial_adapter_problems(key: str, config: LoraConfig) -> Iterator[Problem]:
 
 
 def _valued(layer: str, patterns: Mapping[str, float]) -> float | None:
-    """Return the value of the first pattern that matches a layer, by the rule of peft; None if none does."""
-    return next((value for pattern, value in patterns.items() if re.match(rf"(.*\.)?({pattern})$", layer)), None)
+    """Return the value of the first pattern that matches a layer, by the rule of peft; None if none does. The name of
+    the layer's weight counts as well."""
+    names = (layer, layer + _OF_LINEAR)
+    return next(
+        (
+            value
+            for pattern, value in patterns.items()
+            if any(re.match(rf"(.*\.)?({pattern})$", name) for name in names)
+        ),
+        None,
+    )

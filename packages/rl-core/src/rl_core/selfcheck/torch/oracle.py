@@ -382,10 +382,10 @@ def merge_files(model: nn.Module, folder: Path) -> None:
     if named | stacks.keys() != layers:
         odd = sorted((named | stacks.keys()) ^ layers)
         raise ValueError(f"{folder} lists {odd} without factors, or has factors of them without listing them")
-    for layer, stack in stacks.items():
+    for layer, (name, stack) in stacks.items():
         down, up = (factors.pop(f"{layer}.lora_{which}.weight").to(stack.dtype) for which in "AB")
         dim = len(down) // len(stack)
-        scale = _scale_in(config, layer.replace(".base_layer", ""), dim)
+        scale = _scale_in(config, [name], dim)
         for expert, stacked in enumerate(stack):
             rows = slice(expert * dim, (expert + 1) * dim)
             stacked += scale * up[:, expert :: len(stack)] @ down[rows]
@@ -393,7 +393,7 @@ def merge_files(model: nn.Module, folder: Path) -> None:
         weight: Any = model.get_submodule(layer).weight
         down, up = (factors.pop(f"{layer}.lora_{which}.weight").to(weight.dtype) for which in "AB")
         plain = weight.T if isinstance(model.get_submodule(layer), Conv1D) else weight
-        plain += _scale_in(config, layer, len(down)) * up @ down
+        plain += _scale_in(config, [layer, f"{layer}.weight"], len(down)) * up @ down
         if config["use_dora"]:
             plain *= (factors.pop(f"{layer}.lora_magnitude_vector").to(weight.dtype) / plain.norm(dim=1))[:, None]
     for name in config["modules_to_save"] or ():
@@ -402,18 +402,22 @@ def merge_files(model: nn.Module, folder: Path) -> None:
         raise ValueError(f"{folder} holds {sorted(factors)}, which belong to no adapter")
 
 
-def _scale_in(config: Mapping[str, Any], layer: str, dim: int) -> float:
+def _scale_in(config: Mapping[str, Any], names: Sequence[str], dim: int) -> float:
     """Return the scale of the adapter of a layer, whose factors have this rank, by an `adapter_config.json`.
+
+    Args:
+        config: The contents of the file.
+        names: Names by which the file may list the layer.
+        dim: Rank of the factors.
 
     Raises:
         ValueError: If the config has another rank for the layer.
     """
-    rank, alpha = (
-        config["rank_pattern"].get(layer, config["r"]),
-        config["alpha_pattern"].get(layer, config["lora_alpha"]),
-    )
+    ranks, alphas = config["rank_pattern"], config["alpha_pattern"]
+    rank = next((ranks[name] for name in names if name in ranks), config["r"])
+    alpha = next((alphas[name] for name in names if name in alphas), config["lora_alpha"])
     if rank != dim:
-        raise ValueError(f"the config of the adapter has rank {rank} for {layer}, whose factors have {dim}")
+        raise ValueError(f"the config of the adapter has rank {rank} for {names[0]}, whose factors have {dim}")
     return float(alpha / (math.sqrt(dim) if config["use_rslora"] else dim))
 
 
@@ -421,21 +425,21 @@ def _is_transposed(experts: Any) -> bool:
     return bool(getattr(experts, "is_transposed", False))
 
 
-def _wrapped_parameters(model: nn.Module, targets: Sequence[str]) -> dict[str, Tensor]:
+def _wrapped_parameters(model: nn.Module, targets: Sequence[str]) -> dict[str, tuple[str, Tensor]]:
     """Return the wrappers, by name, that peft puts around a module for its stacked parameters, the last one's
-    outermost, to these as `[experts, outputs, inputs]`.
+    outermost, to the names of these and to their values as `[experts, outputs, inputs]`.
 
     Args:
         model: Model without the wrappers.
         targets: Parameters by full name.
     """
-    wrapped: dict[str, Tensor] = {}
+    wrapped: dict[str, tuple[str, Tensor]] = {}
     for name, module in model.named_modules():
         own = [
-            parameter
+            (f"{name}.{short}", parameter.mT if _is_transposed(module) else parameter)
             for short, parameter in module.named_parameters(recurse=False)
             if f"{name}.{short}" in targets and short != "weight"
         ]
         for depth, parameter in enumerate(reversed(own)):
-            wrapped[name + ".base_layer" * depth] = parameter.mT if _is_transposed(module) else parameter
+            wrapped[name + ".base_layer" * depth] = parameter
     return wrapped

@@ -103,9 +103,10 @@ def size_of(layer: str, config: LoraConfig) -> AdapterSize:
 
 
 def fits(layer: str, pattern: str) -> bool:
-    """Return whether a pattern of `rank_pattern` or `alpha_pattern` matches a layer, by the rule of peft. Names that a
-    layer of a language model has within a composite model count as well."""
-    return any(re.match(rf"(.*\.)?({each})$", layer) for each in (pattern, alone(pattern)))
+    """Return whether a pattern of `rank_pattern` or `alpha_pattern` matches a layer, by the rule of peft. The name of
+    the layer's weight, and names that a layer of a language model has within a composite model, count as well."""
+    names = (layer, layer + WEIGHT)
+    return any(re.match(rf"(.*\.)?({each})$", name) for each in (pattern, alone(pattern)) for name in names)
 
 
 def check_sizes(config: LoraConfig, layers: Iterable[str]) -> None:

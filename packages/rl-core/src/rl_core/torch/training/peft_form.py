@@ -150,7 +150,7 @@ def adapter_config(
             would take for experts.
         auto_mapping: Class of a composite model for `AutoPeftModel` classes; None for other models, which
             they load by the task.
-        sizes: Sizes of the adapters by the names of their modules.
+        sizes: Sizes of the adapters by the names of their layers or parameters.
     """
     lora = config.lora_cfg
     whole = size_in_files(AdapterSize(lora.dim, lora.alpha, lora.scale), lora)
@@ -340,11 +340,11 @@ class _Trial(NamedTuple):
         named = {_renamed(layer, base.prefixes) for layer in linear}
         parameters = [_renamed(name, base.prefixes) for name in (*self.stacks, *(each + WEIGHT for each in weights))]
         targets = endings(named, set(base.modules) - named)
-        # peft looks up the size of a parameter's adapter by the name of its module.
-        modules = {
-            _renamed(layer, base.prefixes).replace(".base_layer", ""): size for layer, size in self.sizes.items()
-        }
-        described = adapter_config(self.config, self.role, targets, parameters, base.auto_mapping, modules)
+        # peft looks up the size of a parameter's adapter by the name of the parameter.
+        owners = {layer: weight for weight, layer in peft_layers(self.stacks).items()}
+        owners |= {layer: layer + WEIGHT for layer in weights}
+        sizes = {_renamed(owners.get(layer, layer), base.prefixes): size for layer, size in self.sizes.items()}
+        described = adapter_config(self.config, self.role, targets, parameters, base.auto_mapping, sizes)
         return PeftForm(described, base.prefixes)
 
     def _loaded(self, form: PeftForm, base: _Base) -> tuple[dict[str, tuple[int, float]], list[str]]:

@@ -238,13 +238,8 @@ def add_adapters(
             module.lora_magnitude_vector[ADAPTER] = Magnitude(module.lora_B[ADAPTER].out_features)
             module.lora_variant[ADAPTER] = Directions
     for module in dict.fromkeys(stacks.values()):
-        own = {name: size_of(name, config) for name, of in stacks.items() if of is module}
-        if len(set(own.values())) > 1:
-            raise ValueError(
-                f"lora_cfg: rank_pattern and alpha_pattern give {' and '.join(own)} different sizes, but peft has one "
-                "for all stacked weights of a module; write patterns that match all or none of them"
-            )
-        _adapt_stacks(module, {name.rpartition(".")[2]: size for name, size in own.items()})
+        own = {name.rpartition(".")[2]: size_of(name, config) for name, of in stacks.items() if of is module}
+        _adapt_stacks(module, own)
     score = dict(hf.named_children()).get("score")
     if score is not None:
         score.requires_grad_(True)
