@@ -178,8 +178,6 @@ from rl_core.facts.optimizer_arguments import OF_WHOLE_PARAMETERS as OF_WHOLE_PA
 from rl_core.facts.optimizer_arguments import OPTIMIZERS as OPTIMIZERS
 from rl_core.facts.optimizer_arguments import StateBytes as StateBytes
 from rl_core.facts.optimizer_arguments import state_bytes as state_bytes
-from rl_core.facts.parameter_patterns import check_patterns as check_patterns
-from rl_core.facts.parameter_patterns import frozen_names as frozen_names
 from rl_core.facts.template_ends import OTHER_MARK as OTHER_MARK
 from rl_core.facts.template_ends import POLICY_MARK as POLICY_MARK
 from rl_core.facts.template_ends import template_ends as template_ends
@@ -503,7 +501,9 @@ from rl_core.torch.optim.optimizer import counts_on_device as counts_on_device
 from rl_core.torch.optim.optimizer import with_fused_step as with_fused_step
 from rl_core.torch.optim.parameters import MatrixPiece as MatrixPiece
 from rl_core.torch.optim.parameters import OptimizedParameter as OptimizedParameter
+from rl_core.torch.optim.parameters import check_patterns as check_patterns
 from rl_core.torch.optim.parameters import describe_parameters as describe_parameters
+from rl_core.torch.optim.parameters import frozen_names as frozen_names
 from rl_core.torch.optim.parameters import is_hidden_matrix as is_hidden_matrix
 from rl_core.torch.optim.parameters import is_norm_or_bias as is_norm_or_bias
 from rl_core.torch.process_group import join_process_group as join_process_group

@@ -9,8 +9,8 @@ from ledger.shapes import config_of
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl_core.facts.model_size import size_of_fields, trained_size
-from rl_core.facts.parameter_patterns import frozen_names
 from rl_core.model_config import ModelConfig, SequencePackingConfig
+from rl_core.torch.optim.parameters import frozen_names
 from rl_core.torch.training.recompute import RecomputePlan
 from rl_dtensor.config import DTensorConfig
 from rl_dtensor.model.attention import ROWS

@@ -247,7 +247,7 @@ def evaluation_needs(config: EvaluationRoot, environments: frozenset[str]) -> Ro
         environments: Names of the environments that score the tasks.
     """
     rollouts = RolloutConfig(max_rollout_turns=config.eval.max_turns or 1)
-    return program_needs(rollouts, config.policy.max_total_sequence_length, environments)
+    return with_judges(program_needs(rollouts, config.policy.max_total_sequence_length, environments), config)
 
 
 class RolloutEvaluation:

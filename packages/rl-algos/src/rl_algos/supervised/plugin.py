@@ -8,8 +8,8 @@ from typing import Any
 
 from rl_algos.data.config import DataConfig
 from rl_algos.requirement import LOSSES
-from rl_algos.rollouts.plugin import with_tasks
 from rl_algos.supervised.config import SupervisedConfig
+from rl_core import resolve
 from rl_core.config import Config, Problem, is_changed
 from rl_core.model_config import ModelConfig
 from rl_core.plugins import AlgorithmPlugin, ModelNeed, Requirement, TrainingDefaults, nothing_further
@@ -60,8 +60,14 @@ def supervised_algorithm(
         validation_metrics=validation_metrics,
         without_validation={f"{key}.{name}": value for name, value in WITHOUT_VALIDATION.items()},
         checks=(check, *checks),
-        with_tasks=with_tasks if scores_tasks else None,
+        with_tasks=_with_tasks if scores_tasks else None,
     )
+
+
+def _with_tasks(plugin: AlgorithmPlugin) -> AlgorithmPlugin:
+    # Rollouts learn from demonstrations with the code of SFT, so this folder does not import them.
+    found: AlgorithmPlugin = resolve("rl_algos.rollouts.plugin:with_tasks")(plugin)
+    return found
 
 
 WITHOUT_VALIDATION: Mapping[str, Any] = {

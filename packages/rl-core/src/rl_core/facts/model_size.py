@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from rl_core.facts.hf_config import num_experts_of
-from rl_core.facts.parameter_patterns import TrainedPatterns, frozen_names
+from rl_core.facts.parameter_patterns import TrainedPatterns, trained_names, unmatched
 
 WIDE_BYTES = 4
 """Bytes of a float32, the dtype of summed gradients and of optimizers."""
@@ -109,11 +109,11 @@ def trained_size(model: TrainedPatterns, fields: Mapping[str, Any], size: ModelS
     tensors = _tensors(fields)
     if tensors is None or not (model.freeze or model.train_only):
         return size
-    try:
-        frozen = frozen_names(model, [tensor.name for tensor in tensors])
-    except ValueError:
+    names = [tensor.name for tensor in tensors]
+    if unmatched([*model.freeze, *model.train_only], names):
         return size
-    return ModelSize.of(tensor for tensor in tensors if tensor.name not in frozen)
+    trained = set(trained_names(model, names))
+    return ModelSize.of(tensor for tensor in tensors if tensor.name in trained)
 
 
 def _tensors(fields: Mapping[str, Any]) -> list[ModelTensor] | None:

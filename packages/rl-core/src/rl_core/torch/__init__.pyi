@@ -1,5 +1,3 @@
-from rl_core.facts.parameter_patterns import check_patterns as check_patterns
-from rl_core.facts.parameter_patterns import frozen_names as frozen_names
 from rl_core.torch.files.model_files import WeightFiles as WeightFiles
 from rl_core.torch.files.model_files import read_hf_config as read_hf_config
 from rl_core.torch.heads.logprobs import Head as Head
@@ -12,7 +10,9 @@ from rl_core.torch.loss import Rows as Rows
 from rl_core.torch.optim.adamw import EightBitAdamW as EightBitAdamW
 from rl_core.torch.optim.adamw import HalfStateAdamW as HalfStateAdamW
 from rl_core.torch.optim.optimizer import build_optimizer as build_optimizer
+from rl_core.torch.optim.parameters import check_patterns as check_patterns
 from rl_core.torch.optim.parameters import describe_parameters as describe_parameters
+from rl_core.torch.optim.parameters import frozen_names as frozen_names
 from rl_core.torch.process_group import join_process_group as join_process_group
 from rl_core.torch.residency import Residency as Residency
 from rl_core.torch.rows import no_images as no_images

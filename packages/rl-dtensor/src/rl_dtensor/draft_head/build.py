@@ -10,10 +10,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from rl_core.facts.parameter_patterns import check_patterns
 from rl_core.model_config import DraftHeadConfig, ModelConfig
 from rl_core.torch.files.model_files import CONFIG, WeightFiles, fetched_folder
-from rl_core.torch.optim.parameters import describe_parameters
+from rl_core.torch.optim.parameters import check_patterns, describe_parameters
 from rl_core.torch.training.backend import HeadParts
 from rl_core.weights import TensorSpec
 from rl_dtensor.config import DTensorConfig

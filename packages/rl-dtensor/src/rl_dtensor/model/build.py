@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from rl_core.facts.parameter_patterns import check_patterns, frozen_names
 from rl_core.model import HEADLESS_ROLES, ModelSpec
 from rl_core.model_config import ModelConfig
 from rl_core.torch.files.model_files import WeightFiles, read_hf_config, untie_apart
@@ -17,6 +16,7 @@ from rl_core.torch.heads.reads import new_head
 from rl_core.torch.heads.vocab_parallel import VocabShard
 from rl_core.torch.kernels.devices import runs_kernels
 from rl_core.torch.kernels.exact import exact_rows
+from rl_core.torch.optim.parameters import check_patterns, frozen_names
 from rl_core.torch.process_group import on_all_ranks
 from rl_core.torch.training.lora import MAGNITUDE, InitialFactors
 from rl_core.torch.training.recompute import max_tokens

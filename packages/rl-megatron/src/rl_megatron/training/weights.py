@@ -12,12 +12,18 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor, nn
 
-from rl_core.facts.parameter_patterns import check_patterns, frozen_names
 from rl_core.model_config import ModelConfig
 from rl_core.resharding import Box
 from rl_core.torch.files.model_files import OpenWeights, WeightFiles, head_advice
 from rl_core.torch.heads.reads import new_head
-from rl_core.torch.optim.parameters import MatrixPiece, OptimizedParameter, is_hidden_matrix, is_norm_or_bias
+from rl_core.torch.optim.parameters import (
+    MatrixPiece,
+    OptimizedParameter,
+    check_patterns,
+    frozen_names,
+    is_hidden_matrix,
+    is_norm_or_bias,
+)
 from rl_core.torch.training.lora import InitialFactors
 from rl_core.torch.transport.exchange import HeldPart, Holdings
 from rl_core.weights import TensorSpec, buckets, num_bytes

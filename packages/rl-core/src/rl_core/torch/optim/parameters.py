@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from rl_core.facts.parameter_patterns import matches
+from rl_core.config import did_you_mean
+from rl_core.facts.parameter_patterns import TrainedPatterns, matches, trained_names, unmatched
 from rl_core.model_config import OptimizerConfig
 
 _NORMS_AND_BIASES = re.compile(r"bias|layernorm|rmsnorm|(?:^|[._])norm(?:$|\.)")
@@ -115,6 +116,42 @@ def describe_parameters(
                     pieces = partial(matrices_in, name, parameter.shape, place_of(parameter))
                 found[parameter] = OptimizedParameter((name,), is_norm_or_bias(held, owner), pieces)
     return found
+
+
+def check_patterns(key: str, patterns: Iterable[str], names: Sequence[str]) -> None:
+    """Refuse patterns that match no parameter.
+
+    Args:
+        key: Key of the patterns.
+        patterns: The patterns.
+        names: Names of the parameters that they may match, in the whole model.
+
+    Raises:
+        ValueError: If a pattern matches none, with names that are like it.
+    """
+    for pattern in unmatched(patterns, names):
+        raise ValueError(
+            f"{key}: {pattern!r} matches no parameter{did_you_mean(pattern, names)}. Patterns match whole names of "
+            f"parameters or modules, such as {names[0]}; write *.NAME for a part of a name"
+        )
+
+
+def frozen_names(config: TrainedPatterns, names: Sequence[str]) -> set[str]:
+    """Return the parameters that `freeze` and `train_only` keep from training.
+
+    Args:
+        config: Settings of the model.
+        names: Names of all parameters of the whole model.
+
+    Raises:
+        ValueError: If a pattern matches no parameter, or nothing is left to train.
+    """
+    check_patterns("freeze", config.freeze, names)
+    check_patterns("train_only", config.train_only, names)
+    trained = trained_names(config, names)
+    if not trained:
+        raise ValueError("freeze: no parameter is left to train; remove a pattern here, or extend train_only")
+    return set(names) - set(trained)
 
 
 def local_part(tensor: Any) -> Tensor:
