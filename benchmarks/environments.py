@@ -130,6 +130,8 @@ def learns(recipe: str, *settings: str, metric: str = "val/reward", by: float = 
         "grpo.val_at_start=true",
         "grpo.val_at_end=true",
         "checkpointing.metric_name=null",
+        "checkpointing.save_period=5",
+        "checkpointing.keep_top_k=null",
         "logger.token_level=all",
         "policy.generation.backend=hf",
         *settings,
@@ -138,14 +140,21 @@ def learns(recipe: str, *settings: str, metric: str = "val/reward", by: float = 
 
 
 CASES = {
-    "verifiers": learns("verifiers-tiny"),
-    "textarena": learns("textarena-tiny"),
+    "verifiers": learns("verifiers-tiny", "grpo.max_val_samples=128"),
+    "textarena": learns(
+        "textarena-tiny", "policy.optimizer.kwargs.lr=1.0e-3", "policy.generation.hf_cfg.max_batch_size=256"
+    ),
     "mcp-memory": learns("mcp-tools-tiny", *MEMORY, data=memory),
     "live": learns("live-tiny", "cluster.cpu_ranks_per_node=2", beside=users),
 }
 STARTS = {
     START: Case(
-        "sft-calls-tiny", "sft", (), ("policy.max_total_sequence_length=320",), warm_key="", data=demonstrations
+        "sft-calls-tiny",
+        "sft",
+        (),
+        ("policy.max_total_sequence_length=320", "policy.sequence_packing={enabled: true, train_mb_tokens: 2048}"),
+        warm_key="",
+        data=demonstrations,
     )
 }
 
@@ -179,10 +188,12 @@ def of_game(record: Mapping[str, Any]) -> float:
     while isinstance(game, textarena.Wrapper):
         game = game.env
     game.reset(num_players=1, seed=start["seed"])
+    is_over = False
     for turn in turns_of(record):
         game.get_observation()
-        game.step(action=turn["text"])
-    return float(game.close()[0][0])
+        is_over, _ = game.step(action=turn["text"])
+    # A rollout may reach its last turn before its game is over, if a move was refused.
+    return float(game.close()[0][0]) if is_over else 0.0
 
 
 AGAIN: Mapping[str, Callable[[Mapping[str, Any]], float]] = {
