@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import PurePosixPath
 
+from rl_launch.run_session.checkpoints import manifest
+from rl_launch.run_session.directory import lock, recording, row_files, run_folder, run_state
+from rl_launch.run_session.traces import trace_folder
 from rl_launch.runtime.opponents import WEIGHTS
-from rl_launch.session.checkpoints import manifest
-from rl_launch.session.directory import lock, recording, row_files, run_folder, run_state
-from rl_launch.session.traces import trace_folder
 from website.reference.text import code, table
 
 PLACE = "reference/run-directory.md"

@@ -495,9 +495,11 @@ from rl_core.torch.loss import MetricSum as MetricSum
 from rl_core.torch.loss import Rows as Rows
 from rl_core.torch.loss import followers_of as followers_of
 from rl_core.torch.optim.adamw import sharded_like as sharded_like
+from rl_core.torch.optim.optimizer import add_grads as add_grads
 from rl_core.torch.optim.optimizer import build_optimizer as build_optimizer
 from rl_core.torch.optim.optimizer import build_schedule as build_schedule
 from rl_core.torch.optim.optimizer import counts_on_device as counts_on_device
+from rl_core.torch.optim.optimizer import take_grads as take_grads
 from rl_core.torch.optim.optimizer import with_fused_step as with_fused_step
 from rl_core.torch.optim.parameters import MatrixPiece as MatrixPiece
 from rl_core.torch.optim.parameters import OptimizedParameter as OptimizedParameter

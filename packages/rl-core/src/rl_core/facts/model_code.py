@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rl_core.errors import ConfigError
-
 CONFIG_CLASS, MODEL_CLASS, CLASSIFIER_CLASS = "AutoConfig", "AutoModelForCausalLM", "AutoModelForSequenceClassification"
 """Entries of a config's `auto_map` that are read."""
 
@@ -42,15 +40,3 @@ def code_problem(folder: Path, fields: Mapping[str, Any], trusted: str) -> str:
     if trusted == found:
         return ""
     return f"the digest of its code ({', '.join(code_files(folder)) or 'no Python files'}) is {found}"
-
-
-def check_code(folder: Path, trusted: str) -> Mapping[str, str]:
-    """Return the classes of a model's own code by their names in transformers.
-
-    Raises:
-        ConfigError: If the code is not the trusted one.
-    """
-    fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    if problem := code_problem(folder, fields, trusted):
-        raise ConfigError(f"trust_remote_code: {problem}, and {trusted} is trusted. Nothing of it was run")
-    return {name: str(place) for name, place in fields["auto_map"].items()}

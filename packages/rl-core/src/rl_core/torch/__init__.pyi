@@ -9,7 +9,9 @@ from rl_core.torch.loss import MetricSum as MetricSum
 from rl_core.torch.loss import Rows as Rows
 from rl_core.torch.optim.adamw import EightBitAdamW as EightBitAdamW
 from rl_core.torch.optim.adamw import HalfStateAdamW as HalfStateAdamW
+from rl_core.torch.optim.optimizer import add_grads as add_grads
 from rl_core.torch.optim.optimizer import build_optimizer as build_optimizer
+from rl_core.torch.optim.optimizer import take_grads as take_grads
 from rl_core.torch.optim.parameters import check_patterns as check_patterns
 from rl_core.torch.optim.parameters import describe_parameters as describe_parameters
 from rl_core.torch.optim.parameters import frozen_names as frozen_names

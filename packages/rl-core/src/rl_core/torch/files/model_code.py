@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from rl_core.facts.model_code import CLASSIFIER_CLASS, CONFIG_CLASS, MODEL_CLASS, check_code
+from rl_core.errors import ConfigError
+from rl_core.facts.model_code import CLASSIFIER_CLASS, CONFIG_CLASS, MODEL_CLASS, code_problem
 
 
 def run_model_code(folder: Path, trusted: str) -> None:
@@ -19,7 +21,10 @@ def run_model_code(folder: Path, trusted: str) -> None:
     Raises:
         ConfigError: If the folder has other code; nothing of it is run then.
     """
-    classes = check_code(folder, trusted)
+    fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if problem := code_problem(folder, fields, trusted):
+        raise ConfigError(f"trust_remote_code: {problem}, and {trusted} is trusted. Nothing of it was run")
+    classes: dict[str, str] = fields["auto_map"]
     # These come with the backends, as in `read_hf_config`.
     import transformers
     from transformers import dynamic_module_utils
