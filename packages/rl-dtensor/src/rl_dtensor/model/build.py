@@ -28,9 +28,9 @@ from rl_dtensor.model.kernels import activate_flash_attention, kernel_of
 from rl_dtensor.model.layers.compilation import compile_layers
 from rl_dtensor.model.layers.experts import dispatch_experts, fuse_experts
 from rl_dtensor.model.layers.fusion import fuse_layers
-from rl_dtensor.model.layers.lora import BASE, adapters_of, add_adapters, init_adapters
+from rl_dtensor.model.layers.lora import adapters_of, add_adapters, init_adapters
 from rl_dtensor.model.layers.low_precision import fit_to_ranks, formats_of, lower_precision, token_multiple
-from rl_dtensor.model.layers.quantized_base import check_blocks, quantize_base
+from rl_dtensor.model.layers.quantized_base import BASE, check_blocks, quantize_base
 from rl_dtensor.model.layers.recompute import CountedMemory, checkpoint_activations, fixed_plan
 from rl_dtensor.model.layers.replay import RouterReplay
 from rl_dtensor.model.layout import Alignment, Context, lay_out

@@ -29,9 +29,9 @@ from rl_core.torch.quantization.formats import Float8Format, WeightFormat, round
 from rl_core.torch.training.lora import WEIGHT
 from rl_core.torch.transport.exchange import HeldPart, Holdings
 from rl_core.weights import TensorSpec
-from rl_dtensor.model.layers.lora import BASE, Adapter, adapters_of
+from rl_dtensor.model.layers.lora import Adapter, adapters_of
 from rl_dtensor.model.layers.low_precision import largest_of_ranks
-from rl_dtensor.model.layers.quantized_base import PackedFormat, logical_slices, quantized_layers, whole_values
+from rl_dtensor.model.layers.quantized_base import BASE, PackedFormat, logical_slices, quantized_layers, whole_values
 from rl_dtensor.parallel.fsdp import local, local_slices, whole
 from rl_dtensor.parallel.mesh import DTensorMesh
 

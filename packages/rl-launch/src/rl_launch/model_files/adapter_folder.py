@@ -60,7 +60,7 @@ class AdapterFolder:
             kind = str(said.get("peft_type") or _LORA)
             dim, alpha = (int(said["r"]), float(said["lora_alpha"])) if kind == _LORA else (0, 0.0)
             adapted = [str(name) for name in said.get("target_parameters") or ()]
-            patterns = {
+            patterns: dict[str, Mapping[str, float]] = {
                 "rank_pattern": {key: int(rank) for key, rank in (said.get("rank_pattern") or {}).items()},
                 "alpha_pattern": {key: float(alpha) for key, alpha in (said.get("alpha_pattern") or {}).items()},
             }

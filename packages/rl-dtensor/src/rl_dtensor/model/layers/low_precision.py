@@ -40,7 +40,7 @@ from rl_core.torch.kernels.float8 import (
 from rl_core.torch.quantization.formats import Float8Format, WeightFormat, rounded, weight_format
 from rl_core.torch.training.lora import ends_with
 from rl_dtensor.config import DTensorConfig, Float8Config, Float8Recipe, QATConfig
-from rl_dtensor.model.layers.lora import BASE
+from rl_dtensor.model.layers.quantized_base import BASE
 from rl_dtensor.parallel.plan import plan_of
 
 logger = logging.getLogger(__name__)

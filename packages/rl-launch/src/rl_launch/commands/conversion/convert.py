@@ -407,8 +407,9 @@ class _Conversion:
 def _at(folder: Path, source: ConversionSource, *, adapter: bool) -> ConversionSource:
     """Return a source with the files of a folder in the place of its weights, or of its adapters."""
     if adapter:
-        stored = {"base_quantization": source.policy.lora_cfg.base_quantization}
-        return source.with_policy(lora_cfg=LoraConfig(**AdapterFolder.read(folder).settings(), **stored))
+        stored = source.policy.lora_cfg.base_quantization
+        settings = AdapterFolder.read(folder).settings() | {"base_quantization": stored}
+        return source.with_policy(lora_cfg=LoraConfig(**settings))
     return source.with_policy(model_name=str(folder.absolute()), hf_config_overrides={}, lora_cfg=LoraConfig())
 
 
