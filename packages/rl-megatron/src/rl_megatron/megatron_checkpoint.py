@@ -75,11 +75,11 @@ class Place(NamedTuple):
 
     Args:
         key: Name of the tensor.
-        index: Numbers of the layer and of the expert that it is of, if the tensor stacks several.
+        outer: Numbers of the layer and of the expert that it is of, if the tensor stacks several.
     """
 
     key: str
-    index: tuple[int, ...]
+    outer: tuple[int, ...]
 
 
 def convert(source: Path, target: Path, model: str) -> dict[str, Any]:
@@ -341,19 +341,20 @@ def _check(
         )
         raise ValueError(f"the checkpoint has other tensors than the model: {shown}. {advice}")
     stacked: dict[str, int] = {}
+    dims: dict[str, int] = {}
     for entry in maps:
         place = places[entry.target]
         assert place is not None
-        found, expected = tuple(tensors[place.key].size)[len(place.index) :], _shape(entry)
+        found, expected = tuple(tensors[place.key].size)[len(place.outer) :], _shape(entry)
         is_padded = isinstance(entry.split, Vocabulary) and found[0] >= expected[0] and found[1:] == expected[1:]
         if found != expected and not is_padded:
             raise ValueError(f"{place.key} has shape {found} in the checkpoint, but {expected} in the model. {advice}")
         stacked[place.key] = stacked.get(place.key, 0) + 1
+        dims.setdefault(place.key, len(tensors[place.key].size) - len(expected))
     for key, count in stacked.items():
-        size = tensors[key].size
-        dims = len(size) - len(_shape(next(each for each in maps if places[each.target].key == key)))
-        if torch.Size(size[:dims]).numel() != count:
-            raise ValueError(f"{key} is of {list(size[:dims])} layers and experts, but the model has {count}. {advice}")
+        outer = tensors[key].size[: dims[key]]
+        if torch.Size(outer).numel() != count:
+            raise ValueError(f"{key} is of {list(outer)} layers and experts, but the model has {count}. {advice}")
 
 
 def _files(

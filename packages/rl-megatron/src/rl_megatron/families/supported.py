@@ -144,7 +144,8 @@ def rotary_kinds(rope: Mapping[str, Any]) -> list[str | None]:
     Args:
         rope: `rope_parameters` of a Hugging Face config.
     """
-    return sorted(name for name, each in rope.items() if isinstance(each, Mapping)) or [None]
+    kinds: list[str | None] = [*sorted(name for name, each in rope.items() if isinstance(each, Mapping))]
+    return kinds or [None]
 
 
 def fusion_problem(fields: Fields, megatron_kwargs: Mapping[str, Any]) -> Problem | None:
