@@ -14,7 +14,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import psutil
 import torch
 from safetensors.torch import load_file
 
@@ -145,13 +144,14 @@ class SenderProcess:
     @contextmanager
     def stopped(self) -> Iterator[None]:
         """Context that begins when the process has stopped at the tensor of its fault, and continues it."""
-        process = psutil.Process(self._process.pid)
-        while process.status() != psutil.STATUS_STOPPED:
+        pid = self._process.pid
+        # The process is a child of the fork server, so that this one cannot wait for it.
+        while Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(") ")[2][0] != "T":
             time.sleep(0.05)
         try:
             yield
         finally:
-            process.resume()
+            os.kill(pid, signal.SIGCONT)
 
     def close(self) -> None:
         """End the process."""
