@@ -210,7 +210,7 @@ _SPELLING = (
         SFT,
         "env.math.answer_format=numeric",
         key="env",
-        shows=("grpo", "algorithm: sft"),
+        shows=("sft generates only to score tasks", "eval.tasks", "eval.period", "remove this key"),
     ),
     _case(
         "a file for a dataset",

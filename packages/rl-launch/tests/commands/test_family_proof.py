@@ -58,7 +58,7 @@ def backend(mesh="tp2", held=()):
 
 
 def prove(model, plugin, family_check="auto"):
-    section = SimpleNamespace(model_name=str(model), family_check=family_check)
+    section = SimpleNamespace(model_name=str(model), family_check=family_check, trust_remote_code=None)
     prove_family(section, "policy", plugin, sys.executable)
 
 
@@ -195,3 +195,11 @@ def test_a_family_in_the_table_of_the_dtensor_backend_is_not_checked_again():
     assert (found.mesh, found.layout, found.verdict) == ("tp2", "packed, full", "exact")
     biased = {**OLMO_2, "attention_bias": True}
     assert table.find(biased, DTENSOR.mesh_case(section), DTensorConfig, table.versions) is None
+
+
+def test_a_model_with_code_of_its_own_is_not_checked(tmp_path, caplog):
+    plugin = backend()
+    section = SimpleNamespace(model_name=str(tmp_path), family_check="auto", trust_remote_code="sha256:0")
+    (tmp_path / "config.json").write_text('{"model_type": "novel"}')
+    prove_family(section, "policy", plugin, "python")
+    assert "has code of its own, which has not been checked on" in caplog.text
