@@ -33,7 +33,6 @@ STEPS = f"grpo.max_num_steps={NUM_STEPS}"
 DEEPSEEK = """
 defaults: grpo-deepseek-v3-megatron
 policy:
-  model_name: tiny-deepseek
   precision: float32
   train_global_batch_size: 16
   max_total_sequence_length: 64
@@ -205,7 +204,7 @@ def test_the_recipe_of_deepseek_v3_with_a_tiny_model_is_a_run_of_one_rank(tmp_pa
     runs = {"one": ONE_RANK, "whole": (), "parts": ("policy.generation.weight_sync_encoding=parts",)}
     found = {}
     for name, settings in runs.items():
-        run = Run.start(tmp_path / name, str(recipe), *settings)
+        run = Run.start(tmp_path / name, str(recipe), f"policy.model_name={tmp_path / 'tiny-deepseek'}", *settings)
         run.finish()
         rows = [row for rows in rollouts_of(run.folder).values() for row in rows]
         completions = sorted((row["prompt_id"], row["index"], row["turns"][-1]["text"]) for row in rows)
