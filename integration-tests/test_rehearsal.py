@@ -2,13 +2,16 @@
 faults. Results are compared with a plain run on the CPU.
 """
 
+import json
+import subprocess
+
 import pytest
 from logical_cluster import LogicalCluster
-from runs import NUM_PROMPTS, Run, assert_same, described, logs_of, rollouts_of, steps_of
+from runs import NUM_PROMPTS, Run, assert_same, described, logs_of, python_of, rollouts_of, steps_of
 from test_judges import reward_model
 
 from rl_algos.tiny_model import make_tokenizer
-from rl_core.selfcheck.torch.tiny_model import write_tiny_model
+from rl_core.plugins import POLICIES
 from rl_core.testing.exhaustive import exhaustive
 from rl_launch.commands.replay import tensor_digest
 
@@ -180,6 +183,14 @@ def test_a_replica_over_two_nodes_is_a_plain_run_and_is_replaced_as_one(placemen
     assert "of the replica: VllmWorker-1 was killed by SIGKILL" in logs_of(run.folder)
 
 
+WRITING = """
+import json, pathlib, sys
+from rl_core.selfcheck.torch.tiny_model import write_tiny_model
+
+write_tiny_model(pathlib.Path(sys.argv[1]), "deepseek_v3", **json.loads(sys.argv[2]))
+"""
+
+
 def write_tiny_deepseek(folder):
     """A DeepSeek-V3 with the widths of latent attention that vLLM has on a CPU."""
     tokenizer = make_tokenizer()
@@ -189,7 +200,8 @@ def write_tiny_deepseek(folder):
     routing = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True, "initializer_range": 0.15}
     ranks = {"q_lora_rank": 32, "kv_lora_rank": 512, "qk_nope_head_dim": 32, "qk_rope_head_dim": 64, "v_head_dim": 32}
     tokens = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
-    write_tiny_model(folder, "deepseek_v3", **sizes, **layers, **experts, **routing, **ranks, **tokens)
+    fields = json.dumps({**sizes, **layers, **experts, **routing, **ranks, **tokens})
+    subprocess.run([python_of(POLICIES, "dtensor"), "-c", WRITING, str(folder), fields], check=True)
     tokenizer.save_pretrained(folder)
 
 
