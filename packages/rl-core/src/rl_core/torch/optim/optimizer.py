@@ -125,7 +125,8 @@ def stepped_by(settings: StepSettings, optimizer: Optimizer) -> Iterator[float]:
     """Set the settings of one step in the parameter groups, and put back those that were there; yields the learning
     rate of the first group.
 
-    Groups keep the ratios of their learning rates. A group that the config exempts from weight decay stays exempt.
+    Groups keep the ratios of their learning rates. A group that the config exempts from its weight decay stays exempt,
+    unless that is 0, so that no group differs.
 
     Raises:
         ValueError: For a setting that no group has.
