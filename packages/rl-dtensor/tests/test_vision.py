@@ -21,8 +21,8 @@ from rl_core.testing.exhaustive import exhaustive, partly_exhaustive
 from rl_core.testing.model_worker import SGD
 from rl_core.testing.torch.tiny_vision import write_tiny_vision_model
 from rl_core.torch.files.model_files import WeightFiles
+from rl_core.torch.vision.families import VISION_FAMILIES
 from rl_dtensor.model.settings import FAMILIES
-from rl_dtensor.model.vision.families import VISION_FAMILIES
 from rl_dtensor.selfcheck import MESHES, streamed
 
 FACTORY = "dtensor_factories:build"

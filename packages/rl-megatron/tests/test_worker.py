@@ -19,7 +19,6 @@ LAID_OUT = partly_exhaustive(LAYOUTS, always=["packed-16", "padded-3", "padded-a
 @with_exhaustive("test_a_checkpoint_holds_a_reference_that_has_moved")
 class TestMegatronWorker(ModelWorkerSuite):
     factory = "megatron_factories:build"
-    scales_losses = False
 
     @pytest.fixture(scope="session")
     def pool(self, ranks):

@@ -290,6 +290,37 @@ class StepSettings:
             raise ValueError(f"kwargs may not have {', '.join(sorted(taken))}; lr has an argument of its own")
 
 
+AdaptedPart = Literal["attention", "mlp"]
+
+
+@dataclass(frozen=True)
+class AdapterSettings:
+    """Settings of one of several adapters of a model.
+
+    Args:
+        rank: Rank of its products, at most `lora_cfg.dim`.
+        alpha: Its product is multiplied by `alpha / rank`.
+        seed: Seed of its first factors; the second ones start from zero.
+        parts: Parts of each layer that it adapts, among those that `lora_cfg` names.
+
+    Raises:
+        ValueError: If a value cannot be one.
+    """
+
+    rank: int
+    alpha: float
+    seed: int = 0
+    parts: tuple[AdaptedPart, ...] = ("attention", "mlp")
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ValueError(f"the rank of an adapter must be at least 1, got {self.rank}")
+        if self.alpha <= 0:
+            raise ValueError(f"the alpha of an adapter must be above 0, got {self.alpha}")
+        if not self.parts:
+            raise ValueError("an adapter needs at least one part to adapt: attention or mlp")
+
+
 class Resident(Protocol):
     """Something that shares its device with others over time."""
 

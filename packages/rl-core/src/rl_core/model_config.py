@@ -408,7 +408,7 @@ class ModelConfig(Config):
     precision: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """Compute dtype. Master weights and optimizer state are float32 in each case. `float16` rounds eight times as
     finely as `bfloat16`, so that trainer and generator differ less, but values above 65,504 overflow: the loss is
-    scaled, and steps that overflow are skipped (metrics `loss_scale` and `overflows`). rl-dtensor only."""
+    scaled, and steps that overflow are skipped (metrics `loss_scale` and `overflows`)."""
     max_grad_norm: float | None = Field(default=1.0, gt=0)
     """Maximum norm of the gradients, which are clipped to it; null does not clip."""
     max_skipped_steps: Annotated[int, WhenChanged.RESUME] = Field(default=10, ge=0)

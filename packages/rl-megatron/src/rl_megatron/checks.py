@@ -132,14 +132,6 @@ def check_lora(section: Any, config: RunConfig) -> Iterable[Problem]:
         yield Problem(f"{KEY}.fp8_cfg.enabled", reason, remedy=remedy)
 
 
-def check_precision(section: Any, config: RunConfig) -> Iterable[Problem]:
-    """Yield the problem of a precision whose loss has to be scaled."""
-    if section.precision == "float16":
-        reason = "is not supported by the megatron backend, which does not scale the losses of its routers"
-        remedy = "Set it to bfloat16, or train with dtensor_cfg.enabled=true"
-        yield Problem("precision", reason, got="float16", remedy=remedy, feature="float16 with Megatron")
-
-
 UNSUPPORTED_OPTIMIZERS = {
     **OF_WHOLE_PARAMETERS,
     "rl_core.torch.EightBitAdamW": "has scales for blocks of a parameter, but Megatron's ranks share the elements of a "
@@ -303,7 +295,6 @@ CHECKS = (
     check_architecture,
     check_recompute,
     check_lora,
-    check_precision,
     check_8_bit,
     check_device,
     check_kwargs,

@@ -199,8 +199,6 @@ class ModelWorkerSuite:
     worlds: ClassVar[tuple[int, ...]] = (1, 2)
     """Numbers of ranks to run on."""
     tolerance: ClassVar[float] = TOLERANCE
-    scales_losses: ClassVar[bool] = True
-    """True if the backend trains in float16."""
     written_through: ClassVar[str] = "os.fsync"
     """A function that a save in the background calls as `module.function`, in the rank's process or a fork of it, and
     that the call of `save` does not; the suite holds it up."""
@@ -818,8 +816,6 @@ class ModelWorkerSuite:
             assert model.call("health")[0]["memory_bytes"] > 0
 
     def test_overflows_in_float16_are_skipped_and_halve_the_scale_of_the_loss(self, tmp_path: Path) -> None:
-        if not self.scales_losses:
-            pytest.skip("the backend refuses float16")
         # A padding token has zeros as its embedding, whose gradient is beyond float16.
         folder = self._tiny_model(tmp_path / "model", pad_token_id=None)
         settings: dict[str, Any] = {"precision": "float16", "optimizer": SGD, "max_skipped_steps": 0, "folder": folder}

@@ -17,8 +17,8 @@ from rl_core.images import IMAGES
 from rl_core.model_config import VisionConfig
 from rl_core.rollouts.generation import GenerationRequest
 from rl_core.torch.host_arrays import to_device
-from rl_dtensor.model.vision.columns import AXES, PREFIX, ImageColumns, ProcessedImages
-from rl_dtensor.model.vision.families import PIXELS, VISION_FAMILIES, as_computed
+from rl_core.torch.vision.columns import AXES, PREFIX, ImageColumns, ProcessedImages
+from rl_core.torch.vision.families import PIXELS, VISION_FAMILIES, as_computed
 
 ShownRows = tuple[Mapping[str, Any], Sequence[np.ndarray] | None]
 """Images of whole prompts, for a pass over them.

@@ -38,7 +38,7 @@ from rl_dtensor.model.loading import check_logits, check_packing, probe_row, reb
 from rl_dtensor.model.model import ReadingModel, ShardedModel
 from rl_dtensor.model.precision import Kept, widen
 from rl_dtensor.model.tiny import is_dropout
-from rl_dtensor.model.vision.vision import VisionParts, vision_of
+from rl_dtensor.model.vision import VisionParts, vision_of
 from rl_dtensor.model.weights import SCORE, Catalog, ShardedWeights, persistent, stored_weight, tied_pairs
 from rl_dtensor.model.whole import LM_HEAD, decoder_layers, fix_frequencies, model_on_meta, shape_of
 from rl_dtensor.parallel.dispatch import AllToAll, DeepEP, Dispatch, default_chunks

@@ -18,10 +18,7 @@ from rl_core.torch.heads.reads import HeldTokens
 from rl_core.torch.host_arrays import to_device
 from rl_core.torch.loss import Rows, followers_of
 from rl_core.torch.rows import zigzag_order, zigzag_slices, zigzag_tokens
-
-IMAGE_BLOCKS = "image_blocks"
-"""Column of the number of each token's image, int64 `[tokens]`; -1 for text. The tokens of an image see one another.
-Rows without such images lack the column."""
+from rl_core.torch.vision.columns import IMAGE_BLOCKS
 
 
 class Context(NamedTuple):

@@ -28,7 +28,7 @@ from rl_dtensor.model.kernels import Attend
 from rl_dtensor.model.layers.recompute import CountedMemory
 from rl_dtensor.model.layers.replay import RouterReplay
 from rl_dtensor.model.layout import Alignment, RowLayout, lay_out
-from rl_dtensor.model.vision.vision import Vision
+from rl_dtensor.model.vision import Vision
 from rl_dtensor.model.weights import ShardedWeights, persistent
 from rl_dtensor.parallel.body import body_of
 from rl_dtensor.parallel.collectives import to_local

@@ -81,6 +81,7 @@ def transformer_config(
         "persist_layer_norm": has_te,
         "attention_softmax_in_fp32": True,
         "bf16": dtype == torch.bfloat16,
+        "fp16": dtype == torch.float16,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "perform_initialization": False,

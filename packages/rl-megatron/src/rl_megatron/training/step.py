@@ -112,12 +112,12 @@ class MegatronModel:
         model, routing = self.reading, self.reading.routing
         model.train(True, compares=run.compares)
         # Routers weigh a balancing loss by the tokens of each microbatch; the tokens of all ranks' rows divide it.
-        scale = 1.0
+        divisor = 1.0
         if routing is not None and model.config.moe_router_load_balancing_type != "none":
             total = torch.tensor(run.num_tokens)
             dist.all_reduce(total, group=self._mesh.data)
-            scale = float(max(int(total), 1))
-        _run(model, run, chunks=self._chunks, scale=scale)
+            divisor = float(max(int(total), 1))
+        _run(model, run, chunks=self._chunks, divisor=divisor / run.loss_scale)
         if not run.adds:
             self._biases = [] if routing is None else routing.biases()
         finalize_model_grads(self._chunks)
@@ -141,7 +141,7 @@ class MegatronModel:
 
 
 def _run(
-    model: ReadingModel, run: Pass, *, chunks: list[DistributedDataParallel] | None = None, scale: float = 1.0
+    model: ReadingModel, run: Pass, *, chunks: list[DistributedDataParallel] | None = None, divisor: float = 1.0
 ) -> list[Any]:
     """Pass all microbatches through all pipeline ranks; on the last one, return the results of `on_reads` for each.
 
@@ -149,7 +149,7 @@ def _run(
         model: This rank's part of the model.
         run: Microbatches, and the reads to compute from each.
         chunks: Chunks to run backwards too.
-        scale: Divisor of the gradients of Megatron's own losses.
+        divisor: Divisor of the gradients of Megatron's own losses.
     """
     trains = chunks is not None
 
@@ -173,11 +173,11 @@ def _run(
             result = run.on_reads(microbatch, columns)
             if not trains:
                 return result
-            return result * scale, torch.zeros((), dtype=torch.int, device=hidden.device), result.detach()
+            return result * divisor, torch.zeros((), dtype=torch.int, device=hidden.device), result.detach()
 
         return output, finish
 
-    model.config.grad_scale_func = (lambda loss: loss / scale) if trains and scale != 1.0 else None
+    model.config.grad_scale_func = (lambda loss: loss / divisor) if trains and divisor != 1.0 else None
     running: Sequence[Any] = model.chunks if chunks is None else chunks
     for routers in (model.routing, model.replay):
         if routers is not None:

@@ -132,6 +132,7 @@ class Pass:
         compares: Whether the results are compared with logprobs of another pass, so that the model's own dropout would
             move their ratio away from 1.
         adds: Whether the gradient is added to that of an earlier pass before a step.
+        loss_scale: Factor that shares of the loss have already, and that losses of the model's own have to be given.
     """
 
     microbatches: Microbatches
@@ -141,6 +142,7 @@ class Pass:
     num_tokens: int
     compares: bool = False
     adds: bool = False
+    loss_scale: float = 1.0
 
 
 class RankModel(Protocol):

@@ -224,7 +224,7 @@ class TrainingSteps:
         earlier = self._optimizer.take_grads() if self.is_pending else None
         try:
             planned = _pass(self._model, loss_pass, batch, share, batching=self._batching, mesh=self._mesh)
-            run = replace(planned.run, adds=self.is_pending)
+            run = replace(planned.run, adds=self.is_pending, loss_scale=scale)
             self.is_pending = True
             own = self._model.accumulate(run)
             if earlier is not None:

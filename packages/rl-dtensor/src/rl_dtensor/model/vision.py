@@ -11,9 +11,9 @@ from transformers import PreTrainedModel
 
 from rl_core.model_config import PartTraining, VisionConfig
 from rl_core.torch.host_arrays import to_device
+from rl_core.torch.vision.columns import AXES, FEATURES, PREFIX, ImageColumns, ProcessedImages
+from rl_core.torch.vision.families import PIXELS, VISION_FAMILIES, VisionFamily, as_computed, as_held
 from rl_dtensor.model.layout import RowLayout
-from rl_dtensor.model.vision.columns import AXES, FEATURES, PREFIX, ImageColumns, ProcessedImages
-from rl_dtensor.model.vision.families import PIXELS, VISION_FAMILIES, VisionFamily, as_computed, as_held
 
 
 @dataclass(frozen=True)

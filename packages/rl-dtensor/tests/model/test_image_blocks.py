@@ -6,9 +6,9 @@ import torch
 
 from rl_core.data.batch import TOKENS
 from rl_core.torch.loss import Rows
+from rl_core.torch.vision.columns import IMAGE_BLOCKS, image_blocks
 from rl_dtensor.model.kernels import Softmax, kernel_of
-from rl_dtensor.model.layout import IMAGE_BLOCKS, Alignment, Segments, _segments, lay_out
-from rl_dtensor.model.vision.columns import image_blocks
+from rl_dtensor.model.layout import Alignment, Segments, _segments, lay_out
 
 LENGTHS = (7, 2, 9)
 IS_IMAGE = np.array([*[0, 1, 1, 1, 0, 0, 1], *[1, 0], *[0, 0, 1, 1, 1, 1, 0, 1, 1]], dtype=bool)

@@ -14,14 +14,17 @@ import torch
 from rl_core.data.batch import TOKENS, Batch
 from rl_core.images import IMAGES, ImageError, ImageStore
 from rl_core.model_config import VisionConfig
-from rl_dtensor.model.layout import IMAGE_BLOCKS
-from rl_dtensor.model.vision.families import GRID, PIXELS, Arrays, VisionFamily, as_held
+from rl_core.torch.vision.families import GRID, PIXELS, Arrays, VisionFamily, as_held
 
 FEATURES = "image_features"
 """Int64 `[tokens]`: the feature, counted over the microbatch, that takes the place of a token; -1 for text."""
 
 AXES = "rope_axes"
 """Int64 `[tokens, 3]`: the places of each token in time, height and width, counted from the start of its row."""
+
+IMAGE_BLOCKS = "image_blocks"
+"""Int64 `[tokens]`: the number of each token's image; -1 for text. The tokens of an image see one another. Rows without
+such images lack the column."""
 
 PREFIX = "images."
 """Prefix of the columns of pixels, which have an entry for each image."""

@@ -3,9 +3,9 @@
 import pytest
 
 from rl_core.model_config import VisionConfig
+from rl_core.torch.vision.families import VISION_FAMILIES
 from rl_dtensor.config import DTensorConfig
 from rl_dtensor.model.settings import FAMILIES, vision_problems
-from rl_dtensor.model.vision.families import VISION_FAMILIES
 
 SEEING = VisionConfig(enabled=True)
 
