@@ -317,6 +317,9 @@ class LoraConfig(Config):
     adapter: PathText | None = None
     """Folder with an adapter in the format of `peft` to start from, with the same layers, `dim` and scale; if unset,
     new adapters."""
+    max_adapters: int = Field(default=1, gt=0)
+    """Number of adapters on the same base that are trained at the same time, each on its own rows, with a rank of up to
+    `dim`, a scale and an optimizer state of its own (`rl serve tinker`). rl-dtensor only."""
 
     @property
     def scale(self) -> float:
@@ -522,6 +525,23 @@ def _adapter_problems(lora: LoraConfig) -> Iterator[Problem]:
             reason = "is for linear layers, and cannot be combined with adapters of experts (target_parameters)"
             remedy = "Remove this key, or leave target_parameters empty"
             yield Problem(f"lora_cfg.{name}", reason, got=got, remedy=remedy)
+    if lora.max_adapters > 1 and not lora.enabled:
+        remedy = "Set lora_cfg.enabled=true, or remove this key"
+        yield Problem.unused("lora_cfg.max_adapters", "with lora_cfg.enabled=false", remedy=remedy)
+    others = {
+        "target_parameters": lora.target_parameters,
+        "use_dora": lora.use_dora,
+        "init": lora.init if lora.init != "default" else None,
+        "adapter": lora.adapter,
+        "dropout": lora.dropout,
+        "use_rslora": lora.use_rslora,
+        "rank_pattern": lora.rank_pattern,
+        "alpha_pattern": lora.alpha_pattern,
+    }
+    for name, got in others.items() if lora.enabled and lora.max_adapters > 1 else ():
+        if got:
+            reason = "cannot be combined with several adapters (max_adapters), which have only ranks and scales"
+            yield Problem(f"lora_cfg.{name}", reason, got=got, remedy="Remove this key, or set max_adapters=1")
     if lora.base_quantization is not None and not lora.enabled:
         remedy = "Set lora_cfg.enabled=true, or remove this key"
         yield Problem.unused("lora_cfg.base_quantization", "with lora_cfg.enabled=false", remedy=remedy)
@@ -547,6 +567,9 @@ def _freezing_problems(model: ModelConfig) -> Iterator[Problem]:
 
 
 def _vision_problems(vision: VisionConfig, lora: LoraConfig) -> Iterator[Problem]:
+    if vision.enabled and lora.enabled and lora.max_adapters > 1:
+        reason, remedy = "cannot be combined with images (vision.enabled=true)", "Remove this key"
+        yield Problem("lora_cfg.max_adapters", reason, got=lora.max_adapters, remedy=remedy)
     if vision.enabled and lora.enabled and lora.base_quantization is not None:
         reason = "has not been verified with models that take images (vision.enabled=true)"
         got, remedy = lora.base_quantization, "Remove this key"

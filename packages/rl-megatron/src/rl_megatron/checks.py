@@ -290,13 +290,5 @@ def _without_pipeline(key: str) -> Problem:
     return Problem(key, f"needs pipeline parallelism, but {name} is 1", remedy=f"Set {name}=2 or more")
 
 
-CHECKS = (
-    check_layout,
-    check_architecture,
-    check_recompute,
-    check_lora,
-    check_8_bit,
-    check_device,
-    check_kwargs,
-)
+CHECKS = (check_layout, check_architecture, check_recompute, check_lora, check_8_bit, check_device, check_kwargs)
 """All checks, in the order of their problems in messages."""

@@ -11,7 +11,7 @@ from rl_core.selfcheck.cases import at_most_two
 from rl_megatron.checks import CHECKS
 from rl_megatron.config import KEY, MegatronConfig
 from rl_megatron.families.supported import RULES, num_key_heads
-from rl_megatron.rank_memory import memory_of
+from rl_megatron.rank_memory import layout_of, memory_of
 
 TRANSFORMER_ENGINE = Requirement("rl-megatron", extras={"cuda": ("te",)})
 """Requirement of layers on GPUs, in addition to the requirements of every worker."""
@@ -80,6 +80,7 @@ PLUGIN = BackendPlugin(
     selfcheck="rl_megatron.selfcheck:cases_of",
     mesh_case=mesh_case,
     memory=memory_of,
+    layout=layout_of,
     replay_key="moe_router_replay",
     held_families=HELD_FAMILIES,
     converter="rl_megatron.megatron_checkpoint:convert_to_stdout",

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from rl_core.devices import Device
 from rl_core.facts.model_size import WIDE_BYTES, ModelSize, RankMemory
 from rl_core.facts.optimizer_arguments import state_bytes
+from rl_core.facts.rank_layout import RankLayout
 from rl_core.model_config import ModelConfig
 from rl_core.weights import ITEM_BYTES
 from rl_megatron.config import MegatronConfig
@@ -50,7 +52,7 @@ def rank_memory(model: ModelConfig, backend: MegatronConfig, parts: Iterable[Ran
         part.trained / part.ranks * (copies + (each.matrices if part.is_matrix else each.others)) for part in parts
     )
     grads = trained * (WIDE_BYTES if is_wide else itemsize)
-    return RankMemory(weights + state + grads, weights + state, trained * itemsize)
+    return RankMemory(weights + state + grads, weights + state, trained * itemsize, optimizer=state)
 
 
 def memory_of(
@@ -74,3 +76,25 @@ def memory_of(
         RankPart(experts, trained_experts, expert_copies, is_matrix=True),
     ]
     return rank_memory(model, backend, parts, ITEM_BYTES[model.precision])
+
+
+def layout_of(model: ModelConfig, backend: MegatronConfig, ranks: int, device: Device) -> RankLayout:
+    """Return how ranks share a model; see `rl_core.plugins.BackendPlugin.layout`."""
+    tensor, stages, context = (
+        backend.tensor_model_parallel_size,
+        backend.pipeline_model_parallel_size,
+        backend.context_parallel_size,
+    )
+    recompute = backend.recompute
+    return RankLayout(
+        tensor=tensor,
+        context=context,
+        pipeline=stages,
+        chunks=backend.virtual_pipeline_model_parallel_size or 1,
+        data=max(1, ranks // (tensor * stages * context)),
+        experts=backend.expert_model_parallel_size,
+        splits_tokens=backend.sequence_parallel,
+        joins_projections=True,
+        is_fused=device.runs_on_gpus and backend.transformer_engine is not False,
+        recompute="none" if recompute == "auto" and not device.runs_on_gpus else recompute,
+    )

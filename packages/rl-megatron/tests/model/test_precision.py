@@ -163,6 +163,42 @@ def test_gradients_of_both_dtypes_are_reduced_alike_on_any_layout(ranks, tmp_pat
     assert norms[1:] == [pytest.approx(norms[0], rel=0.02)] * 2
 
 
+SCALED = [
+    ("llama", "tp2"),
+    ("qwen3", "pp2 virtual"),
+    ("qwen3_moe", "ep2"),
+    *((family, layout) for family in ("llama", "gemma3_text") for layout in ("tp1", "tp2+sp", "pp2", "cp2", "dp2")),
+    *((family, layout) for family in ("gpt_oss", "deepseek_v3") for layout in ("ep2", "pp2", "tp2 ep2+sp")),
+    ("qwen3_5_text", "tp2+sp"),
+    ("qwen3_5_moe_text", "ep2"),
+]
+
+
+@pytest.mark.parametrize(("family", "layout"), partly_exhaustive(SCALED, always=SCALED[:3]))
+def test_gradients_in_float16_are_those_of_float64(ranks, tmp_path, family, layout):
+    folder = write_family(tmp_path / "model", family, pad_token_id=None)
+    oracle = Oracle(folder)
+    before = {name: parameter.detach().clone() for name, parameter in oracle.model.named_parameters()}
+    # Large steps, beside which the rounding of the exported weights is small.
+    sgd = OptimizerConfig(name="torch.optim.SGD", kwargs={"lr": 20.0})
+    expected = oracle.train_step(BATCH, TokenLoss(), sgd, 0.5)
+    with open_model(ranks, folder, layout, precision="float16", lr=20.0, max_grad_norm=0.5) as model:
+        metrics = model.train_step(BATCH, TokenLoss())
+        while metrics["overflows"]:
+            assert metrics["loss_scale"] > 1
+            metrics = model.train_step(BATCH, TokenLoss())
+        model.export(str(tmp_path / "exported"))
+    assert metrics["skipped_steps"] == 0
+    assert metrics["grad_norm"] == pytest.approx(expected["grad_norm"], rel=2e-2)
+    stepped = dict(Oracle(tmp_path / "exported").model.named_parameters())
+    squares = [
+        ((stepped[name] - parameter).square().sum().item(), (parameter - before[name]).square().sum().item())
+        for name, parameter in oracle.model.named_parameters()
+    ]
+    error, size = np.sqrt(np.sum(squares, axis=0))
+    assert error < 0.05 * size, error / size
+
+
 @pytest.mark.parametrize("field", ["fuse_wgrad_accumulation", "gradient_accumulation_fusion"])
 def test_a_parameter_that_stays_float32_gets_its_gradient_from_autograd(field):
     model = nn.Sequential(nn.Linear(4, 4, bias=False, dtype=BF16), nn.Linear(4, 4, bias=False, dtype=BF16))
@@ -243,12 +279,15 @@ def nudged(name, tensor):
     return tensor + 7 * name.endswith("bias") + 0.1 * torch.rand(tensor.shape, generator=generator)
 
 
-def open_model(ranks, folder, layout, spec=None, *, lora=None, precision="bfloat16", **options):
+def open_model(
+    ranks, folder, layout, spec=None, *, lora=None, precision="bfloat16", lr=1e-2, max_grad_norm=1.0, **options
+):
     num_ranks, backend = ALL[layout]
     config = ModelConfig(
         model_name=str(folder),
         precision=precision,
         lora_cfg=lora or LoraConfig(),
-        optimizer=OptimizerConfig(name="torch.optim.SGD", kwargs={"lr": 1e-2}),
+        max_grad_norm=max_grad_norm,
+        optimizer=OptimizerConfig(name="torch.optim.SGD", kwargs={"lr": lr}),
     )
     return PooledModel(ranks, "megatron_factories:build", config, spec or ModelSpec(), num_ranks, **backend, **options)

@@ -30,11 +30,11 @@ def folders(tmp_path_factory):
     return {family: write_family(tmp_path_factory.mktemp(family), family) for family in ("qwen3_moe", "deepseek_v3")}
 
 
-def open_model(ranks, folder, layout, batching, **options):
+def open_model(ranks, folder, layout, batching, *, precision="float32", **options):
     num_ranks, backend = ALL[layout]
     config = ModelConfig(
         model_name=str(folder),
-        precision="float32",
+        precision=precision,
         max_grad_norm=None,
         max_total_sequence_length=32,
         optimizer=PLAIN,
@@ -142,6 +142,25 @@ def test_a_balancing_loss_is_that_of_the_rows(ranks, folders, tmp_path, kind, la
     before = read_weights(folder)
     routers = [name for name in before if name.endswith("mlp.gate.weight")]
     assert all((exported[name].detach() - before[name]).abs().max() > 1e-4 for name in routers)
+
+
+@pytest.mark.parametrize("layout", partly_exhaustive(["tp1", "pp2", "ep2", "tp2 ep2+sp"], always=["pp2", "tp2 ep2+sp"]))
+def test_a_balancing_loss_has_the_loss_scale_of_float16(ranks, folders, tmp_path, layout):
+    folder, batch = folders["qwen3_moe"], uncounted(ROWS)
+    losses, stepped = balanced_step(folder, batch, [[row] for row in range(len(ROWS))])
+    balance = {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": COEFFICIENT}
+    with open_model(ranks, folder, layout, "packed-whole", precision="float16", **balance) as model:
+        metrics = model.train_step(batch, TokenLoss())
+        while metrics["overflows"]:
+            metrics = model.train_step(batch, TokenLoss())
+        model.export(str(tmp_path))
+    assert metrics["loss_scale"] > 1
+    assert metrics["load_balancing_loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-2)
+    before, exported = read_weights(folder), dict(Oracle(tmp_path).model.named_parameters())
+    routers = [name for name in before if name.endswith("mlp.gate.weight")]
+    steps = [(stepped[name] - before[name]).norm().item() for name in routers]
+    errors = [(exported[name] - stepped[name]).norm().item() for name in routers]
+    assert np.array(errors) == pytest.approx(0, abs=0.02 * max(steps))
 
 
 BIASED = [

@@ -9,9 +9,12 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from rl_core.config import Config, Problem, WhenChanged
-from rl_core.model_config import local_hf_config
+from rl_core.devices import Device
+from rl_core.facts.rank_layout import EngineLayout
+from rl_core.model_config import ModelConfig, local_hf_config
 from rl_core.plugins import BackendPlugin, Requirement, reports_routing
 from rl_core.run_config import RunConfig
+from rl_core.weights import ITEM_BYTES
 from rl_megatron.families.supported import rope_problem
 
 
@@ -59,6 +62,14 @@ def check_layers(section: Any, config: RunConfig) -> Iterable[Problem]:
         yield replace(problem, key="generation.backend", reason=f"cannot decode {reason}", got="megatron")
 
 
+def engine_layout(
+    model: ModelConfig, config: MegatronGenerationConfig, device: Device, *, is_shared: bool
+) -> EngineLayout:
+    """Return what an engine keeps of a device; see `BackendPlugin.engine_layout`."""
+    each = ITEM_BYTES[model.precision]
+    return EngineLayout(weight_bytes=each, cache_bytes=each, num_sequences=config.max_batch_size, is_eager=True)
+
+
 PLUGIN = BackendPlugin(
     name="megatron",
     key="megatron_cfg",
@@ -69,6 +80,7 @@ PLUGIN = BackendPlugin(
         extras={"cpu": ("worker",), "cuda": ("worker",)},
         imports=("torch", "megatron.core", "transformers", "safetensors"),
     ),
+    engine_layout=engine_layout,
     ranks=lambda backend: 1,  # A replica is one process on one device.
     checks=(check_size, check_layers),
     routing_problem=reports_routing,

@@ -42,7 +42,7 @@ from rl_core.data.microbatch import Pipeline
 from rl_core.data.ragged import Ragged
 from rl_core.devices import Device
 from rl_core.metrics import Metric
-from rl_core.model import Coordinates, Read
+from rl_core.model import AdapterSettings, Coordinates, Read
 from rl_core.torch.loss import Rows
 from rl_core.torch.residency import Residency
 from rl_core.torch.training.checkpoint_files import KeptSavePlanner
@@ -327,6 +327,41 @@ class RankState(Protocol):
         same ones."""
 
 
+class RankAdapters(Protocol):
+    """This rank's part of several adapters on one base, by their places; every method is collective."""
+
+    @property
+    def count(self) -> int:
+        """Number of places."""
+
+    @property
+    def max_rank(self) -> int:
+        """Largest rank of an adapter."""
+
+    def make(self, place: int, settings: AdapterSettings) -> None:
+        """Put a new adapter into a place, with an empty optimizer state."""
+
+    def tensors(self, place: int) -> dict[str, Any]:
+        """Return this rank's part of the factors and the optimizer state of an adapter, by names that depend neither on
+        the place nor on the mesh."""
+
+    def restore(self, place: int, path: Path, settings: AdapterSettings | None, *, with_optimizer: bool) -> None:
+        """Read tensors that were written from `tensors` at `path`, on whatever mesh.
+
+        Args:
+            place: Place of the adapter.
+            path: Folder of the files.
+            settings: Settings of the adapter; None for those of the config.
+            with_optimizer: False for an empty optimizer state.
+        """
+
+    def factors(self, place: int) -> Iterator[tuple[str, Tensor | None]]:
+        """Yield the factors of an adapter as `RankWeights.adapters` does."""
+
+    def take_grads(self, place: int) -> Any:
+        """Return this rank's part of the gradient of an adapter for `RankOptimizer.add_grads`, and free it."""
+
+
 class HeadParts(NamedTuple):
     """A draft head that lives with the model that it drafts for.
 
@@ -358,6 +393,7 @@ class TrainingParts(NamedTuple):
             None if the model does not train or its device has no memory of its own.
         shares_prefixes: True if the model computes tokens that rows begin with in common once.
         initial: The factors of adapters that were taken out of the weights; None if the weights are those of the files.
+        adapters: Several adapters on the model; None if it has one or none.
     """
 
     model: RankModel
@@ -369,3 +405,4 @@ class TrainingParts(NamedTuple):
     plan_step: Callable[[int], StepPlan] | None = None
     shares_prefixes: bool = False
     initial: InitialFactors | None = None
+    adapters: RankAdapters | None = None

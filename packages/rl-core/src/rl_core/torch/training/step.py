@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,13 +23,22 @@ from rl_core.data.ragged import Ragged
 from rl_core.errors import RLError
 from rl_core.images import IMAGES
 from rl_core.metrics import Metric
-from rl_core.model import DIVERGENCES, UNDIVIDED, Loss, Read, StepSettings, read_columns
+from rl_core.model import ADAPTER, DIVERGENCES, UNDIVIDED, AdapterLosses, Loss, Read, StepSettings, read_columns
 from rl_core.plugins import resolve
 from rl_core.torch.heads.reads import ROW_READS
 from rl_core.torch.loss import LossSums, MetricSum, Rows
 from rl_core.torch.optim.optimizer import stepped_by
 from rl_core.torch.rows import idle_rows, to_rows
-from rl_core.torch.training.backend import Microbatch, Microbatches, OnReads, Pass, RankMesh, RankModel, RankOptimizer
+from rl_core.torch.training.backend import (
+    Microbatch,
+    Microbatches,
+    OnReads,
+    Pass,
+    RankAdapters,
+    RankMesh,
+    RankModel,
+    RankOptimizer,
+)
 from rl_core.user_code import implementation_name
 
 _log = logging.getLogger(__name__)
@@ -50,9 +61,10 @@ def run_reads(
     extra = model.extra_columns(batch, for_loss=False)
     id_columns = read_columns(reads)
     batch.require(*id_columns)
-    batch = batch.only([name for name in batch if name in (TOKENS, PAIR, PREFIX_GROUP, IMAGES, *id_columns)]).local()
+    known = (TOKENS, PAIR, PREFIX_GROUP, IMAGES, ADAPTER, *id_columns)
+    batch = batch.only([name for name in batch if name in known]).local()
     plan = plan_together(batch.with_columns(extra), batching, mesh.control, pipeline=model.pipeline, inputs=extra)
-    inputs = batch.only([name for name in (TOKENS, PREFIX_GROUP, IMAGES, *id_columns) if name in batch])
+    inputs = batch.only([name for name in (TOKENS, PREFIX_GROUP, IMAGES, ADAPTER, *id_columns) if name in batch])
 
     def collect(microbatch: Microbatch, columns: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
         if not microbatch.is_own:
@@ -92,6 +104,8 @@ class TrainingSteps:
             metrics, logprobs = steps.accumulate(batch, loss)
         metrics = steps.apply()
 
+    With several adapters, `apply` and `discard` may be of one of them.
+
     Args:
         model: This rank's part of the model.
         optimizer: Steps this rank's part of the parameters.
@@ -101,9 +115,7 @@ class TrainingSteps:
         batching: Microbatches of a pass.
         mesh: The ranks of the model.
         loss_scale: Factor of losses in float16; None for none.
-
-    Attributes:
-        is_pending: True if there is a gradient that has been neither applied nor discarded.
+        adapters: Several adapters on the model; None if it has one or none.
     """
 
     def __init__(
@@ -117,11 +129,18 @@ class TrainingSteps:
         batching: Batching,
         mesh: RankMesh,
         loss_scale: LossScale | None = None,
+        adapters: RankAdapters | None = None,
     ) -> None:
         self._model, self._optimizer, self._schedule = model, optimizer, schedule
         self._max_grad_norm, self._skipped, self._loss_scale = max_grad_norm, skipped, loss_scale
-        self._batching, self._mesh = batching, mesh
-        self.is_pending = False
+        self._batching, self._mesh, self._adapters = batching, mesh, adapters
+        self._skipped_of: dict[int, SkippedSteps] = {}
+        self._pending: set[int] = set()
+
+    @property
+    def is_pending(self) -> bool:
+        """True if there is a gradient that has been neither applied nor discarded."""
+        return bool(self._pending)
 
     def step(self, batch: Batch, loss: Loss) -> dict[str, Metric]:
         """Compute the gradient of a batch, then make one optimizer step; return the metrics of both.
@@ -132,8 +151,8 @@ class TrainingSteps:
         return {**self._accumulate(batch, loss)[0], **self.apply()}
 
     def accumulate(self, batch: Batch, loss: Loss) -> tuple[dict[str, Metric], Batch | None]:
-        """Add the gradient of a batch, whose loss is divided by its own totals, to the gradient so far. If it fails,
-        the gradient so far is discarded.
+        """Add the gradient of a batch, whose loss is divided by its own totals, to the gradient so far, which stays as
+        it was if this fails.
 
         Returns:
             This rank's part of the metrics, and the columns of the loss's reads for its rows, in their order, on ranks
@@ -147,7 +166,7 @@ class TrainingSteps:
         size = self._model.hf_config.get_text_config().hidden_size
         return metrics, in_row_order(loss.reads, found, run.batch, run.plan, hidden_size=size)
 
-    def apply(self, settings: StepSettings = AS_CONFIGURED) -> dict[str, Metric]:
+    def apply(self, settings: StepSettings = AS_CONFIGURED, adapter: int | None = None) -> dict[str, Metric]:
         """Make one optimizer and schedule step with the gradient so far, and begin a new gradient.
 
         The optimizer step is skipped if the gradient is not finite; the schedule advances nonetheless. With a loss
@@ -155,20 +174,30 @@ class TrainingSteps:
 
         Args:
             settings: Values that hold for this step only.
+            adapter: Place of the adapter that steps alone; None for all parameters. The schedule counts only steps of
+                all of them.
 
         Raises:
             ValueError: If there is no gradient, or the optimizer does not have one of the settings.
             RLError: If more steps in a row were skipped than the config allows; nothing is stepped then.
         """
-        if not self.is_pending:
+        if not (self._pending if adapter is None else adapter in self._pending):
             raise ValueError("there is no gradient to step with; call accumulate first")
+        if adapter is None:
+            skipped, schedule = self._skipped, self._schedule
+        else:
+            skipped, schedule = self._skipped_of.setdefault(adapter, copy(self._skipped)), None
+        with self._only(adapter):
+            return self._apply(settings, skipped, schedule)
+
+    def _apply(self, settings: StepSettings, skipped: SkippedSteps, schedule: LRScheduler | None) -> dict[str, Metric]:
         optimizer, limit = self._optimizer, settings.max_grad_norm or self._max_grad_norm
         scale = 1.0 if self._loss_scale is None else self._loss_scale.value
         try:
             with stepped_by(settings, optimizer.inner) as lr:
                 norm = optimizer.grad_norm() / scale
                 overflows = self._loss_scale is not None and self._loss_scale.overflows(norm)
-                steps = not overflows and self._skipped.admits(norm)
+                steps = not overflows and skipped.admits(norm)
                 if steps:
                     factor = 1 / scale
                     # `torch.nn.utils.clip_grad_norm_` has the same factor.
@@ -180,9 +209,9 @@ class TrainingSteps:
                 else:
                     self._model.discard()
         finally:
-            self._forget()
-        if self._schedule is not None:
-            self._schedule.step()
+            self._optimizer.zero_grad()
+        if schedule is not None:
+            schedule.step()
         if not self._mesh.coordinates.leads:
             return {}
         metrics: dict[str, Metric] = {}
@@ -196,15 +225,33 @@ class TrainingSteps:
             "skipped_steps": Metric(float(not steps), reduction="max", over_updates="sum"),
         }
 
-    def discard(self) -> None:
-        """Begin a new gradient; the one so far is not stepped."""
-        if self.is_pending:
-            self._model.discard()
-            self._forget()
+    def discard(self, adapter: int | None = None) -> None:
+        """Begin a new gradient, of all parameters or of one adapter; the one so far is not stepped."""
+        if self._pending if adapter is None else adapter in self._pending:
+            with self._only(adapter):
+                self._model.discard()
+                self._optimizer.zero_grad()
 
-    def _forget(self) -> None:
-        self._optimizer.zero_grad()
-        self.is_pending = False
+    @contextmanager
+    def _only(self, adapter: int | None) -> Iterator[None]:
+        """Enter a context at whose end the gradient of all parameters is gone, or of one adapter: the others have none
+        within it, and get theirs back."""
+        if adapter is None:
+            try:
+                yield
+            finally:
+                self._pending.clear()
+            return
+        assert self._adapters is not None, "a gradient of one of several adapters"
+        others = set(range(self._adapters.count)) - {adapter}
+        # A pass gives every adapter a gradient, also those without rows.
+        taken = {place: self._adapters.take_grads(place) for place in sorted(others)}
+        try:
+            yield
+        finally:
+            self._pending.discard(adapter)
+            for place in sorted(others & self._pending):
+                self._optimizer.add_grads(taken[place])
 
     def _accumulate(
         self, batch: Batch, loss: Loss, *, keeps_reads: bool = False
@@ -225,13 +272,15 @@ class TrainingSteps:
         try:
             planned = _pass(self._model, loss_pass, batch, share, batching=self._batching, mesh=self._mesh)
             run = replace(planned.run, adds=self.is_pending, loss_scale=scale)
-            self.is_pending = True
             own = self._model.accumulate(run)
+        except BaseException:
+            self._optimizer.zero_grad()
             if earlier is not None:
                 self._optimizer.add_grads(earlier)
-        except BaseException:
-            self._forget()
             raise
+        if earlier is not None:
+            self._optimizer.add_grads(earlier)
+        self._pending |= loss.losses.keys() if isinstance(loss, AdapterLosses) else {0}
         if not self._mesh.coordinates.leads:
             return {}, planned, []
         metrics = {**loss_pass.metrics(), **own}
@@ -327,6 +376,10 @@ def _pass(
     extra = model.extra_columns(batch, for_loss=True)
     columns = loss_pass.columns.with_columns(extra)
     plan = plan_together(columns, batching, mesh.control, pipeline=model.pipeline, inputs=extra)
+    if ADAPTER in columns:
+        # Rows of one adapter lie together, so that its products are of one part of the tokens.
+        places = columns.array(ADAPTER)
+        plan = [rows[np.argsort(places[rows], kind="stable")] for rows in plan]
     loss = loss_pass.loss
     microbatches = _on_device(columns, plan, read_columns(loss.reads), model, mesh)
     compares = not _OF_OTHER_PASSES.isdisjoint(loss.columns)
