@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,10 +16,20 @@ from safetensors.torch import load_file, save_file
 from rl_core.errors import WeightSyncError
 from rl_core.model_config import LoraConfig
 from rl_core.rollouts.generation import GenerationRequest, SamplingParams
+from rl_core.rollouts.rollout import Completion
 from rl_core.testing.torch.reference_model import ReferenceModel
 from rl_core.testing.torch.weight_sender import Fault, manifest_of
 from rl_core.testing.weights import Bench, WeightSinkSuite, prompt
-from rl_core.torch.training.lora import LORA_A, LORA_B, WEIGHT, is_adapted, size_of
+from rl_core.torch.training.lora import (
+    ADAPTER_CONFIG,
+    ADAPTER_PREFIX,
+    ADAPTER_WEIGHTS,
+    LORA_A,
+    LORA_B,
+    WEIGHT,
+    is_adapted,
+    size_of,
+)
 from rl_core.weights import Manifest
 
 ALL_LINEAR = LoraConfig(enabled=True, dim=4, alpha=6)
@@ -29,7 +41,12 @@ SOME = LoraConfig(
     target_modules=["q_proj", "v_proj", "up_proj", "mlp.down_proj"],
     rank_pattern={"v_proj": 5, "0.mlp.up_proj": 2},
     alpha_pattern={"q_proj": 4, "1.mlp.down_proj": 9},
+    max_adapters=2,
 )
+
+
+NAMED = 10
+"""Number of adapters that requests name, more than the engine keeps."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +82,16 @@ class Adapted:
         save_file(sums, merged / "model.safetensors", metadata={"format": "pt"})
         save_file({**weights, **factors}, parts / "model.safetensors", metadata={"format": "pt"})
         return cls(parts, merged)
+
+    def for_peft(self, folder: Path, lora: LoraConfig) -> Path:
+        """The adapters in the format of peft."""
+        folder.mkdir()
+        factors = {name: each for name, each in load_file(self.parts / "model.safetensors").items() if ".lora_" in name}
+        save_file({ADAPTER_PREFIX + name: each for name, each in factors.items()}, folder / ADAPTER_WEIGHTS)
+        layers = {name.partition(".lora_")[0].rpartition(".")[2] for name in factors}
+        described = {"peft_type": "LORA", "r": lora.dim, "lora_alpha": lora.alpha, "target_modules": sorted(layers)}
+        (folder / ADAPTER_CONFIG).write_text(json.dumps(described))
+        return folder
 
     def manifest(self, *, alone: bool) -> Manifest:
         """The manifest of the weights and factors, or of the factors alone."""
@@ -103,6 +130,31 @@ class AdapterSuite(WeightSinkSuite):
                     read_before.token_ids, completion.token_ids
                 )
                 assert abs(completion.logprobs - expected).max() < self.tolerance
+        finally:
+            version = bench.runner.run(bench.sync(bench.first))
+        self._check_serves(bench, bench.first, version)
+
+    def test_requests_name_their_adapters(self, bench: Bench, adapted: list[Adapted], tmp_path: Path) -> None:
+        """At the same time, on the same prompt, more of them than the engine keeps; beside those that were received."""
+        lora = self.lora.model_copy(update={"rank_pattern": {}, "alpha_pattern": {}})
+        others = [Adapted.write(tmp_path, bench.first, lora, seed=seed) for seed in range(3, 3 + NAMED)]
+        folders = [str(each.for_peft(tmp_path / f"peft-{number}", lora)) for number, each in enumerate(others)]
+        references = [ReferenceModel(each.merged) for each in others]
+        named: dict[str | None, ReferenceModel] = dict(zip(folders, references, strict=True))
+        named |= {None: bench.references[adapted[0].merged], "": bench.reference}
+        bench.runner.run(bench.sync(adapted[0].parts, manifest=adapted[0].manifest(alone=False)))
+
+        async def all_at_once() -> list[Completion]:
+            requests = [GenerationRequest(prompt(40), SamplingParams(6), 3, adapter=each) for each in named]
+            return await asyncio.gather(*(bench.generator.generate(each) for each in requests))
+
+        try:
+            for _ in range(2):
+                for reference, found in zip(named.values(), bench.runner.run(all_at_once()), strict=True):
+                    expected = reference.completion_logprobs(prompt(40), found.token_ids)
+                    assert abs(found.logprobs - expected).max() < self.tolerance
+            scores = bench.runner.run(bench.generator.score(prompt(40), folders[2]))
+            assert abs(scores - references[2].score(prompt(40))).max() < self.tolerance
         finally:
             version = bench.runner.run(bench.sync(bench.first))
         self._check_serves(bench, bench.first, version)

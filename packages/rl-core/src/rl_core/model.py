@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+import numpy as np
+
 from rl_core.data.batch import Batch
 from rl_core.devices import Device, device_named
 from rl_core.metrics import Metric
@@ -263,6 +265,60 @@ class Loss(Protocol):
         """Denominators counted on a batch (numbers of tokens, of sequences); they add up over shards."""
 
 
+ADAPTER = "adapter"
+"""Column int32 `[rows]`: the place of the adapter that a row trains, in a model that has several."""
+
+
+@dataclass(frozen=True)
+class AdapterLosses:
+    """A `Loss` of rows of several adapters: each adapter's own loss, divided by its own totals over its own rows.
+
+    Totals and metrics have the adapter's place before their names: `2/loss`.
+
+    Args:
+        losses: Loss of each adapter whose rows may be in a batch, by its place.
+
+    Raises:
+        ValueError: If there is none, or they differ in temperature.
+    """
+
+    losses: Mapping[int, Loss]
+
+    def __post_init__(self) -> None:
+        if len({loss.temperature for loss in self.losses.values()}) != 1:
+            raise ValueError("the losses of several adapters in one pass need one temperature")
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns of all losses, and the place of each row's adapter. Rows may have any value in columns of the
+        losses of others."""
+        return tuple(dict.fromkeys((ADAPTER, *(name for loss in self.losses.values() for name in loss.columns))))
+
+    @property
+    def reads(self) -> tuple[Read, ...]:
+        """The reads of all losses."""
+        return tuple(dict.fromkeys(read for loss in self.losses.values() for read in loss.reads))
+
+    @property
+    def temperature(self) -> float:
+        """The temperature of all losses."""
+        return next(iter(self.losses.values())).temperature
+
+    @property
+    def implementation(self) -> str:
+        """Path of the function that gives each loss its rows."""
+        return "rl_core.torch.training.adapters:sums_by_adapter"
+
+    def totals(self, batch: Batch) -> Mapping[str, float]:
+        """Totals of each loss over the rows of its adapter."""
+        places = batch.array(ADAPTER)
+        return {
+            f"{place}/{name}": total
+            for place, loss in self.losses.items()
+            for name, total in loss.totals(batch.select(np.flatnonzero(places == place))).items()
+        }
+
+
 @dataclass(frozen=True)
 class StepSettings:
     """Settings of one optimizer step, in place of those of the config; what is left out is the config's.
@@ -319,6 +375,37 @@ class AdapterSettings:
             raise ValueError(f"the alpha of an adapter must be above 0, got {self.alpha}")
         if not self.parts:
             raise ValueError("an adapter needs at least one part to adapt: attention or mlp")
+
+
+class Adapters(Protocol):
+    """The adapters of a model that has several on one base, by their places 0, 1, ...; each place has one at any time.
+
+    A new model has in each place an adapter of the full rank whose product is zero.
+    """
+
+    def make(self, place: int, settings: AdapterSettings) -> None:
+        """Put a new adapter, whose product is zero, into a place, with an empty optimizer state; the gradient so far of
+        the one that was there is discarded.
+
+        Raises:
+            ValueError: If there is no such place, or the rank is larger than `lora_cfg.dim`.
+        """
+
+    def save(self, place: int, path: str) -> tuple[SavedFile, ...]:
+        """Write the factors and the optimizer state of an adapter under a new folder, for `load` on any mesh; returns
+        the files. Its gradient so far is not written."""
+
+    def load(self, place: int, path: str, *, with_optimizer: bool = True) -> None:
+        """Put an adapter that `save` wrote into a place; the gradient so far of the one that was there is discarded.
+
+        Args:
+            place: Where it goes.
+            path: Folder that `save` was called with.
+            with_optimizer: False to begin with an empty optimizer state.
+        """
+
+    def export(self, place: int, path: str) -> tuple[SavedFile, ...]:
+        """Write an adapter as `peft` and vLLM load it next to the base; returns the files."""
 
 
 class Resident(Protocol):
@@ -431,26 +518,43 @@ class Model(Saved, Protocol):
         """Add the gradient of a batch to the gradient so far, which `apply` steps with. The loss is divided by the
         totals of this batch alone.
 
-        If it fails, the gradient so far is discarded. Until `apply` or `discard` the model stays on its device, and a
-        checkpoint does not hold the gradient.
+        If it fails, the gradient so far stays as it was. Until `apply` or `discard` the model stays on its device, and
+        a checkpoint does not hold the gradient.
+
+        With several adapters, each row's gradient is of the adapter in the column `ADAPTER`, and of the first without
+        this column; `AdapterLosses` gives each its own loss.
 
         Returns:
             Metrics of the pass, and the columns of the loss's reads for every row, in the order of the rows.
         """
 
-    def apply(self, settings: StepSettings | None = None) -> Metrics:
+    def apply(self, settings: StepSettings | None = None, *, adapter: int | None = None) -> Metrics:
         """Make one optimizer and schedule step with the gradient so far, as `train_step` does, and begin a new one.
 
         Args:
             settings: Settings of this step in place of the config's.
+            adapter: Place of the adapter that steps alone, if the model has several: the gradients and the optimizer
+                states of the others stay as they are.
 
         Raises:
             ValueError: If there is no gradient, or a setting that the optimizer does not have.
             RLError: If more steps in a row were skipped than the config allows.
         """
 
-    def discard(self) -> None:
-        """Begin a new gradient; the one so far, if any, is not stepped."""
+    def discard(self, *, adapter: int | None = None) -> None:
+        """Begin a new gradient; the one so far, if any, is not stepped.
+
+        Args:
+            adapter: Place of the only adapter whose gradient is discarded.
+        """
+
+    @property
+    def adapters(self) -> Adapters:
+        """The adapters of a model that has several (`lora_cfg.max_adapters`).
+
+        Raises:
+            ValueError: If it has not.
+        """
 
     def train_step(self, batch: Batch, loss: Loss) -> Metrics:
         """Exactly one optimizer and schedule step on the whole batch: `accumulate` and `apply` in one call.
@@ -539,10 +643,10 @@ class ModelWorker(Resident, WeightSource, Protocol):
     def accumulate(self, batch: Batch, loss: Loss) -> tuple[Mapping[str, Metric], Batch | None]:
         """Do this rank's part of `Model.accumulate`; the columns are None on ranks that do not lead their shard."""
 
-    def apply(self, settings: StepSettings | None = None) -> Mapping[str, Metric]:
+    def apply(self, settings: StepSettings | None = None, *, adapter: int | None = None) -> Mapping[str, Metric]:
         """Do this rank's part of `Model.apply`; returns its metrics without a reduction."""
 
-    def discard(self) -> None:
+    def discard(self, *, adapter: int | None = None) -> None:
         """Do this rank's part of `Model.discard`."""
 
     def train_step(self, batch: Batch, loss: Loss) -> Mapping[str, Metric]:

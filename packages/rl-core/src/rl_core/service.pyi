@@ -119,7 +119,10 @@ from rl_core.environments.messages import read_results as read_results
 from rl_core.environments.messages import write_results as write_results
 from rl_core.environments.pool import EnvironmentPool as EnvironmentPool
 from rl_core.environments.reward_function import OFFERED as OFFERED
+from rl_core.environments.rewards import VERDICTS as VERDICTS
+from rl_core.environments.rewards import RewardPart as RewardPart
 from rl_core.environments.rewards import RewardSum as RewardSum
+from rl_core.environments.rewards import merged_info as merged_info
 from rl_core.environments.trial import Attempt as Attempt
 from rl_core.environments.trial import Trial as Trial
 from rl_core.environments.trial import Verdict as Verdict
@@ -178,6 +181,8 @@ from rl_core.facts.optimizer_arguments import OF_WHOLE_PARAMETERS as OF_WHOLE_PA
 from rl_core.facts.optimizer_arguments import OPTIMIZERS as OPTIMIZERS
 from rl_core.facts.optimizer_arguments import StateBytes as StateBytes
 from rl_core.facts.optimizer_arguments import state_bytes as state_bytes
+from rl_core.facts.rank_layout import EngineLayout as EngineLayout
+from rl_core.facts.rank_layout import RankLayout as RankLayout
 from rl_core.facts.template_ends import OTHER_MARK as OTHER_MARK
 from rl_core.facts.template_ends import POLICY_MARK as POLICY_MARK
 from rl_core.facts.template_ends import template_ends as template_ends
@@ -332,6 +337,7 @@ from rl_core.rollouts.generation import PauseMode as PauseMode
 from rl_core.rollouts.generation import Placement as Placement
 from rl_core.rollouts.generation import SamplingParams as SamplingParams
 from rl_core.rollouts.generation import ThinkingBudget as ThinkingBudget
+from rl_core.rollouts.generation import refuse_adapter as refuse_adapter
 from rl_core.rollouts.grammar import TokenGrammars as TokenGrammars
 from rl_core.rollouts.group import GENERATION_LOGPROBS as GENERATION_LOGPROBS
 from rl_core.rollouts.group import LOSS_MASK as LOSS_MASK
@@ -607,6 +613,7 @@ from rl_core.user_code import FromFile as FromFile
 from rl_core.user_code import SourceFile as SourceFile
 from rl_core.user_code import is_in_file as is_in_file
 from rl_core.user_code import limited as limited
+from rl_core.user_code import parameters_of as parameters_of
 from rl_core.user_code import place_of as place_of
 from rl_core.user_code import raised_at as raised_at
 from rl_core.weights import ITEM_BYTES as ITEM_BYTES

@@ -6,9 +6,10 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from rl_core.config import Problem
-from rl_core.devices import DEVICES
+from rl_core.devices import DEVICES, Device
 from rl_core.facts.model_size import WIDE_BYTES, ModelSize, RankMemory
 from rl_core.facts.optimizer_arguments import OF_WHOLE_PARAMETERS, state_bytes
+from rl_core.facts.rank_layout import RankLayout
 from rl_core.model_config import BASE_BYTES, ModelConfig, local_hf_config, local_whole_config, optimizer_problems
 from rl_core.plugins import BackendPlugin, MeshCase, Requirement
 from rl_core.run_config import RunConfig
@@ -16,6 +17,7 @@ from rl_core.selfcheck.cases import at_most_two
 from rl_core.weights import ITEM_BYTES
 from rl_dtensor.config import DTensorConfig
 from rl_dtensor.model.settings import (
+    adapter_problems,
     device_problems,
     draft_head_problems,
     exact_training_problem,
@@ -74,6 +76,7 @@ def check_device(section: Any, config: RunConfig) -> Iterable[Problem]:
     backend, precision = section.dtensor_cfg, section.precision
     yield from optimizer_problems(section, UNSUPPORTED_OPTIMIZERS, device)
     yield from device_problems(backend, precision=precision, device=device)
+    yield from adapter_problems(backend, section.lora_cfg)
     yield from low_precision_problems(backend, section.lora_cfg, precision=precision, device=device)
     yield from draft_head_problems(section, backend)
     if section.sequence_packing.shared_prefixes is True and section.vision.enabled:
@@ -129,7 +132,30 @@ def memory_of(
     # Gradients are dropped while others use the device.
     kept, held = weights + state, weights + state + trains * WIDE_BYTES
     own = trains * WIDE_BYTES
-    return RankMemory(0, 0, own, host=held) if backend.cpu_offload else RankMemory(held, kept, own)
+    if backend.cpu_offload:
+        return RankMemory(0, 0, own, host=held, optimizer=state)
+    return RankMemory(held, kept, own, optimizer=state)
+
+
+def layout_of(model: ModelConfig, backend: DTensorConfig, ranks: int, device: Device) -> RankLayout:
+    """Return how ranks share a model; see `rl_core.plugins.BackendPlugin.layout`."""
+    sizes = AxisSizes.of(backend, ranks)
+    accumulation = backend.gradient_accumulation
+    recompute = backend.recompute
+    return RankLayout(
+        tensor=sizes.tp,
+        context=sizes.cp,
+        pipeline=sizes.pp,
+        chunks=backend.pipeline_chunks_per_rank,
+        data=sizes.dp,
+        experts=sizes.ep,
+        splits_tokens=backend.sequence_parallel,
+        is_sharded=True,
+        keeps_whole=accumulation == "unsharded" or (accumulation == "auto" and device.runs_on_gpus),
+        is_fused=backend.fused_kernels and device.runs_on_gpus,
+        recompute="none" if recompute == "auto" and not device.runs_on_gpus else recompute,
+        offloads=backend.cpu_offload,
+    )
 
 
 PLUGIN = BackendPlugin(
@@ -148,6 +174,7 @@ PLUGIN = BackendPlugin(
     selfcheck="rl_dtensor.selfcheck:cases_of",
     mesh_case=mesh_case,
     memory=memory_of,
+    layout=layout_of,
     replay_key="moe_router_replay",
     trains_draft_heads=True,
     runs_model_code=True,

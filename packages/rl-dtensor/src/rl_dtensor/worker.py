@@ -14,6 +14,7 @@ from rl_dtensor.config import DTensorConfig
 from rl_dtensor.model.build import build_model
 from rl_dtensor.parallel.accumulation import GradientMemory, keeps_whole_gradients
 from rl_dtensor.parallel.mesh import DTensorMesh
+from rl_dtensor.training.adapters import DTensorAdapters
 from rl_dtensor.training.state import DTensorResidency, DTensorState
 from rl_dtensor.training.step import DTensorModel, DTensorOptimizer, build_sharded_optimizer, grad_norm
 
@@ -61,6 +62,9 @@ def build_parts(
 
         head, head_parts = build_draft_head(config, config.draft_head, backend, policy, mesh)
         resident_head = head, head_parts.optimizer.inner
+    adapters = None
+    if config.lora_cfg.enabled and config.lora_cfg.max_adapters > 1:
+        adapters = DTensorAdapters(model, inner, config.lora_cfg, mesh)
     return TrainingParts(
         policy,
         model.weights,
@@ -71,4 +75,5 @@ def build_parts(
         None if model.memory is None else policy.plan_step,
         model.shares_prefixes,
         model.initial,
+        adapters,
     )

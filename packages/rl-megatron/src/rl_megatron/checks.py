@@ -40,6 +40,15 @@ QUANTIZATION_PROBLEM = Problem(
 )
 """The refusal of `lora_cfg.base_quantization`."""
 
+SEVERAL_PROBLEM = Problem(
+    "lora_cfg.max_adapters",
+    "is not supported by rl-megatron, whose optimizer holds the parameters that train in one buffer and steps all of "
+    "them",
+    remedy="Set it to 1, or train with dtensor_cfg instead of megatron_cfg",
+    feature="several adapters on one base",
+)
+"""The refusal of `lora_cfg.max_adapters`."""
+
 
 def check_layout(section: Any, config: RunConfig) -> Iterable[Problem]:
     """Yield the settings of the layout that have no effect, or that Megatron does not run together."""
@@ -126,6 +135,8 @@ def check_lora(section: Any, config: RunConfig) -> Iterable[Problem]:
         yield DORA_PROBLEM
     if section.lora_cfg.enabled and section.lora_cfg.base_quantization is not None:
         yield QUANTIZATION_PROBLEM
+    if section.lora_cfg.enabled and section.lora_cfg.max_adapters > 1:
+        yield SEVERAL_PROBLEM
     if section.lora_cfg.enabled and section.megatron_cfg.fp8_cfg.enabled:
         reason = "needs layers of Transformer Engine, but adapters need layers of megatron-core"
         remedy = "Set this key to false, or set lora_cfg.enabled=false"

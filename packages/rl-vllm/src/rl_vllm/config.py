@@ -68,6 +68,14 @@ class QuantizationConfig(Config):
         return [*ROUTERS, *(f"*layers.{layer}.*" for layer in sorted({*first, *last})), *self.ignored_layers]
 
 
+GIB = 2**30
+
+MAX_SHARE = 0.9
+"""Maximum share of a GPU's memory that an engine takes."""
+
+MAX_SHARED = 0.85
+"""The same of a GPU that the engine takes turns on: the gaps that other processes leave there grow with time."""
+
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
 """vLLM silently raises a lower temperature to the first and refuses one above the second."""
 

@@ -219,9 +219,13 @@ class VllmGenerator:
             output = await self._running().generate(request, max_tokens=max_tokens, salt=salt)
         return self._completion(output, version, num_prompt_tokens)
 
-    async def score(self, token_ids: np.ndarray) -> np.ndarray:
+    async def score(self, token_ids: np.ndarray, adapter: str | None = None) -> np.ndarray:
         """Return float32 `[tokens]`, logprobs of given tokens at temperature 1; index i belongs to token i, the first
         is 0.
+
+        Args:
+            token_ids: The tokens.
+            adapter: As `GenerationRequest.adapter`.
 
         Raises:
             RequestRefused: For more tokens than the engine was set up for.
@@ -232,7 +236,7 @@ class VllmGenerator:
         scores = np.zeros(len(token_ids), dtype=np.float32)
         async with self._lifecycle.request(while_paused=True):
             if len(token_ids) > 1:
-                scores[1:] = await self._running().score(token_ids, salt=self._salt(None))
+                scores[1:] = await self._running().score(token_ids, salt=self._salt(None), adapter=adapter)
         return scores
 
     async def pause(self, mode: PauseMode = "finish") -> None:

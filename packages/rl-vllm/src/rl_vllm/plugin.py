@@ -9,11 +9,13 @@ from typing import Any
 from rl_core.config import Problem
 from rl_core.devices import Device
 from rl_core.facts.hf_config import NUM_EXPERTS, num_positions, switches_at
+from rl_core.facts.rank_layout import EngineLayout
 from rl_core.facts.vllm_readings import scales_read_otherwise
 from rl_core.model_config import ModelConfig, local_family, local_hf_config
 from rl_core.plugins import BackendPlugin, Preload, Requirement
 from rl_core.run_config import RunConfig
-from rl_vllm.config import MAX_TEMPERATURE, MIN_TEMPERATURE, SpeculationConfig, VllmConfig
+from rl_core.weights import ITEM_BYTES
+from rl_vllm.config import GIB, MAX_SHARE, MAX_SHARED, MAX_TEMPERATURE, MIN_TEMPERATURE, SpeculationConfig, VllmConfig
 from rl_vllm.engine.process_env import import_variables
 
 MAX_ADAPTER_DIM = 512
@@ -268,6 +270,26 @@ def _exact_problem(config: VllmConfig, model: ModelConfig, device: Device) -> st
     )
 
 
+def _engine_layout(model: ModelConfig, config: VllmConfig, device: Device, *, is_shared: bool) -> EngineLayout:
+    """Return what an engine keeps of a device; see `BackendPlugin.engine_layout`."""
+    quantized = config.quantization is not None
+    share = config.gpu_memory_utilization or (MAX_SHARED if is_shared else MAX_SHARE)
+    size = config.kv_cache_gib
+    if size is None and not device.runs_on_gpus:
+        size = 1.0
+    return EngineLayout(
+        tensor=config.tensor_parallel_size,
+        pipeline=config.pipeline_parallel_size,
+        engines=config.data_parallel_size,
+        weight_bytes=1.0 if quantized else ITEM_BYTES[model.precision],
+        cache_bytes=1.0 if "8" in config.kv_cache_dtype else ITEM_BYTES[model.precision],
+        num_sequences=config.max_num_seqs,
+        share=None if size is not None else share,
+        cache_size=None if size is None else size * GIB,
+        is_eager=config.is_eager(device),
+    )
+
+
 PLUGIN = BackendPlugin(
     name="vllm",
     key="vllm_cfg",
@@ -276,6 +298,7 @@ PLUGIN = BackendPlugin(
     follower="rl_vllm.follower:VllmFollower",
     requirement=Requirement("rl-vllm", {"cpu": ("cpu",), "cuda": ("cuda",)}, imports=("vllm",)),
     ranks=lambda config: config.num_ranks,
+    engine_layout=_engine_layout,
     preload=_preload,
     checks=(_lengths, _architecture, _sampling, _quantization),
     routing_problem=routing_problem,

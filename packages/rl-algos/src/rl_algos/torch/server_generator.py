@@ -17,7 +17,7 @@ from rl_algos.servers.engines import server_of
 from rl_core.devices import device_named
 from rl_core.errors import ConfigError, GeneratorError, RequestRefused, WeightSyncError
 from rl_core.model_config import GenerationConfig, ModelConfig, local_hf_config
-from rl_core.rollouts.generation import GenerationRequest, PauseMode, Placement
+from rl_core.rollouts.generation import GenerationRequest, PauseMode, Placement, refuse_adapter
 from rl_core.rollouts.lifecycle import PARTS, Lifecycle
 from rl_core.rollouts.rollout import Completion, StopReason, WeightSpan
 from rl_core.torch.files.model_files import model_folder
@@ -97,6 +97,7 @@ class ServerGenerator:
             raise RequestRefused(f"a prompt of {len(request.token_ids)} tokens leaves no room for a completion")
         if request.token_ids.min() < 0 or request.token_ids.max() >= self._vocab_size:
             raise RequestRefused(f"token ids of a request must be between 0 and {self._vocab_size - 1}")
+        refuse_adapter(request)
         if request.images:
             raise RequestRefused("servers (policy.generation.backend=server) are sent no images")
         max_tokens, name = min(request.sampling.max_new_tokens, room), uuid.uuid4().hex

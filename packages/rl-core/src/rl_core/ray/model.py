@@ -19,7 +19,18 @@ from rl_core.data.shuffle import Shard, plan_shuffle
 from rl_core.errors import FailureOrigin, RLError, WorkerDied, WorkerError, WorkerStalled
 from rl_core.images import IMAGES
 from rl_core.metrics import combine
-from rl_core.model import Coordinates, Loss, Metrics, ModelPart, Read, SavedFile, StepSettings, read_columns
+from rl_core.model import (
+    ADAPTER,
+    AdapterSettings,
+    Coordinates,
+    Loss,
+    Metrics,
+    ModelPart,
+    Read,
+    SavedFile,
+    StepSettings,
+    read_columns,
+)
 from rl_core.ray.calls import fetch, gather, request_stacks
 from rl_core.ray.rows import StoredRows
 from rl_core.weights import Manifest, Transport, WeightForm
@@ -151,7 +162,7 @@ class RemoteModel:
         rows = self._rows_per_shard(batch)
         id_columns = read_columns(reads)
         batch.require(*id_columns)
-        names = dict.fromkeys((*self._columns, PAIR, PREFIX_GROUP, IMAGES, *id_columns))
+        names = dict.fromkeys((*self._columns, PAIR, PREFIX_GROUP, IMAGES, ADAPTER, *id_columns))
         inputs = batch.only([name for name in names if name in batch])
         options = {"reference": reference, "temperature": temperature}
         shards = self._send(inputs, rows)
@@ -180,15 +191,20 @@ class RemoteModel:
             columns = self._columns_of(loss.reads, [answer for _, answer in calls], rows, inputs, "accumulate")
             return combine(metrics), columns
 
-    def apply(self, settings: StepSettings | None = None) -> Metrics:
+    def apply(self, settings: StepSettings | None = None, *, adapter: int | None = None) -> Metrics:
         """See `rl_core.model.Model.apply`."""
         with self._hold():
             self._revision += 1
-            return combine(self.call_all("apply", settings))
+            return combine(self.call_all("apply", settings, adapter=adapter))
 
-    def discard(self) -> None:
+    def discard(self, *, adapter: int | None = None) -> None:
         """See `rl_core.model.Model.discard`."""
-        self.call_all("discard")
+        self.call_all("discard", adapter=adapter)
+
+    @property
+    def adapters(self) -> RemoteAdapters:
+        """See `rl_core.model.Model.adapters`."""
+        return RemoteAdapters(self)
 
     def train_step(self, batch: Batch, loss: Loss) -> Metrics:
         """See `rl_core.model.Model.train_step`."""
@@ -232,6 +248,19 @@ class RemoteModel:
         """See `rl_core.model.Model.export_adapter`."""
         with self._hold():
             return tuple(file for part in self.call_all("export_adapter", path) for file in part)
+
+    def on_adapters(self, method: str, *args: Any, changes: bool, **kwargs: Any) -> list[Any]:
+        """Call a method of the adapters of every rank.
+
+        Args:
+            method: Name of the method.
+            args: Its arguments.
+            changes: True if it changes weights.
+            kwargs: Its arguments by name.
+        """
+        with self._hold():
+            self._revision += int(changes)
+            return self.call_all(f"adapters.{method}", *args, **kwargs)
 
     def offload(self, parts: Sequence[ModelPart] = ("parameters", "optimizer")) -> None:
         """Free the devices of all ranks of these parts."""
@@ -378,3 +407,26 @@ class RemoteModel:
 
     def _origins(self, phase: str) -> list[FailureOrigin]:
         return [FailureOrigin(self._role, rank, node, phase, self._section) for rank, node in enumerate(self._nodes)]
+
+
+class RemoteAdapters:
+    """The `rl_core.model.Adapters` of a remote model."""
+
+    def __init__(self, model: RemoteModel) -> None:
+        self._model = model
+
+    def make(self, place: int, settings: AdapterSettings) -> None:
+        """See `rl_core.model.Adapters.make`."""
+        self._model.on_adapters("make", place, settings, changes=True)
+
+    def save(self, place: int, path: str) -> tuple[SavedFile, ...]:
+        """See `rl_core.model.Adapters.save`."""
+        return tuple(file for part in self._model.on_adapters("save", place, path, changes=False) for file in part)
+
+    def load(self, place: int, path: str, *, with_optimizer: bool = True) -> None:
+        """See `rl_core.model.Adapters.load`."""
+        self._model.on_adapters("load", place, path, changes=True, with_optimizer=with_optimizer)
+
+    def export(self, place: int, path: str) -> tuple[SavedFile, ...]:
+        """See `rl_core.model.Adapters.export`."""
+        return tuple(file for part in self._model.on_adapters("export", place, path, changes=False) for file in part)

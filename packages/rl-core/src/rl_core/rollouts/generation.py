@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from rl_core.devices import Device, device_named
+from rl_core.errors import RequestRefused
 from rl_core.rollouts.rollout import Completion
 from rl_core.token_filter import TokenFilter
 from rl_core.tracing.profiling import ProfileOrder, ProfileReport
@@ -87,6 +88,9 @@ class GenerationRequest:
             and values over weight updates has them from then (`Placement.keeps_cache`). `digest` leaves it out.
         images: Digests of the images among the tokens, in order (`rl_core.images`). `token_ids` has all tokens of each
             image, as the model sees them, not one placeholder.
+        adapter: Folder of an adapter in the format of `peft` that is applied to the weights, which is never changed;
+            empty for the weights without an adapter, None for what the engine serves. Only of engines that apply
+            adapters themselves (`generation.lora_sync=adapter`).
     """
 
     token_ids: np.ndarray
@@ -95,12 +99,14 @@ class GenerationRequest:
     num_sampled: int = 0
     first_version: int | None = None
     images: tuple[str, ...] = ()
+    adapter: str | None = None
 
     @property
     def digest(self) -> str:
         """The same for equal requests, in every process; hexadecimal."""
         tokens = np.ascontiguousarray(self.token_ids, dtype=np.int32).tobytes()
-        others = repr((self.sampling, self.seed, self.num_sampled, *self.images)).encode()
+        adapter = () if self.adapter is None else (self.adapter,)
+        others = repr((self.sampling, self.seed, self.num_sampled, *self.images, *adapter)).encode()
         return hashlib.blake2b(tokens + others, digest_size=16).hexdigest()
 
     @property
@@ -113,6 +119,18 @@ class GenerationRequest:
             return seed
         entropy = np.random.SeedSequence([seed, self.num_sampled])
         return int(entropy.generate_state(1, np.uint64)[0]) % 2**63
+
+
+def refuse_adapter(request: GenerationRequest) -> None:
+    """Refuse a request with an adapter, of an engine that applies none.
+
+    Raises:
+        RequestRefused: If it has one.
+    """
+    if request.adapter:
+        raise RequestRefused(
+            "this engine applies no adapters of requests; set policy.generation.backend=vllm and lora_sync=adapter"
+        )
 
 
 class Generator(WeightSink, Protocol):

@@ -56,13 +56,13 @@ class PooledModel(Closing):
         answers = self._call_shards("accumulate", batch, rows, loss)
         return reduce_metrics([metrics for metrics, _ in answers]), self._joined([each for _, each in answers], rows)
 
-    def apply(self, settings: StepSettings | None = None) -> Mapping[str, float]:
+    def apply(self, settings: StepSettings | None = None, *, adapter: int | None = None) -> Mapping[str, float]:
         """See `Model.apply`."""
-        return reduce_metrics(self.call("apply", settings))
+        return reduce_metrics(self.call("apply", settings, adapter=adapter))
 
-    def discard(self) -> None:
+    def discard(self, *, adapter: int | None = None) -> None:
         """See `Model.discard`."""
-        self.call("discard")
+        self.call("discard", adapter=adapter)
 
     def evaluate(self, batch: Batch, loss: Loss) -> Mapping[str, float]:
         """See `Model.evaluate`."""

@@ -80,7 +80,7 @@ class FakeModel:
         self.calls.pop()
         return self._metrics(batch, loss), columns
 
-    def apply(self, settings: StepSettings | None = None) -> Metrics:
+    def apply(self, settings: StepSettings | None = None, *, adapter: int | None = None) -> Metrics:
         """Make one more step."""
         if not self._has_gradient:
             raise ValueError("there is no gradient to step with; call accumulate first")
@@ -90,7 +90,7 @@ class FakeModel:
         lr = 1e-3 if settings is None or settings.lr is None else settings.lr
         return {"grad_norm": Metric(1.0), "lr": Metric(lr, over_updates="last"), **counts}
 
-    def discard(self) -> None:
+    def discard(self, *, adapter: int | None = None) -> None:
         """Forget that there is a gradient."""
         self._has_gradient = False
 

@@ -97,6 +97,21 @@ class Rows:
         """Return `[tokens]`, each row's value at all its tokens."""
         return values[self.row_of_token]
 
+    def select(self, chosen: np.ndarray) -> tuple[Rows, Tensor]:
+        """Return some of the rows, and int64 `[tokens]`, the indices of their tokens.
+
+        Args:
+            chosen: Indices of rows, on the host.
+        """
+        ends, lengths = self.host_offsets[1:], np.diff(self.host_offsets)[chosen]
+        host_offsets = np.concatenate([[0], np.cumsum(lengths)])
+        at = np.arange(int(host_offsets[-1])) + np.repeat(ends[chosen] - host_offsets[1:], lengths)
+        offsets, tokens, rows = to_device([host_offsets, at, chosen], self.offsets.device)
+        num_tokens = len(self.columns[TOKENS])
+        columns = {name: each[tokens if len(each) == num_tokens else rows] for name, each in self.columns.items()}
+        host = {name: each[at if len(each) == num_tokens else chosen] for name, each in self._host_columns.items()}
+        return Rows.laid_out(offsets, columns, host_offsets, host), tokens
+
     def per_token(self, name: str) -> Tensor:
         """Return `[tokens]`, a column at every token; a row column has the row's value at each."""
         values = self.columns[name]

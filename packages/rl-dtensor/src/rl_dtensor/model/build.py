@@ -28,7 +28,7 @@ from rl_dtensor.model.kernels import activate_flash_attention, kernel_of
 from rl_dtensor.model.layers.compilation import compile_layers
 from rl_dtensor.model.layers.experts import dispatch_experts, fuse_experts
 from rl_dtensor.model.layers.fusion import fuse_layers
-from rl_dtensor.model.layers.lora import adapters_of, add_adapters, init_adapters
+from rl_dtensor.model.layers.lora import adapters_of, add_adapters, init_adapters, names_of, without_adapter
 from rl_dtensor.model.layers.low_precision import fit_to_ranks, formats_of, lower_precision, token_multiple
 from rl_dtensor.model.layers.quantized_base import BASE, check_blocks, quantize_base
 from rl_dtensor.model.layers.recompute import CountedMemory, checkpoint_activations, fixed_plan
@@ -72,6 +72,7 @@ def build_model(
         *settings.device_problems(backend, precision=config.precision, device=mesh.kind),
         *shape_problems(backend, fields),
         *settings.kernel_problems(backend, fields),
+        *settings.adapter_problems(backend, config.lora_cfg),
         *settings.low_precision_problems(backend, config.lora_cfg, precision=config.precision, device=mesh.kind),
     )
     for problem in problems:
@@ -91,7 +92,8 @@ def build_model(
 
     initial = InitialFactors.of(config.lora_cfg, spec.seed, is_whole=config.vision.enabled, stored=stored)
     for chunk in model.chunks:
-        init_adapters(chunk.hf, initial)
+        for name in names_of(chunk.hf):
+            init_adapters(chunk.hf, initial, name)
         if is_headless and chunk.is_last and SCORE not in files.names:
             std = chunk.hf.config.get_text_config().initializer_range
             score = cast("nn.Linear", chunk.hf.get_submodule("score"))
@@ -174,7 +176,7 @@ class ModelBuilder:
             self.dispatch = AllToAll(mesh.exchanges, fused=self.fuses, num_chunks=num_chunks)
         self._prepare(whole, kept)
         if self.trains:
-            names = [name.replace(".default", "") for name, each in whole.named_parameters() if each.requires_grad]
+            names = [without_adapter(name) for name, each in whole.named_parameters() if each.requires_grad]
             check_patterns("optimizer.lr_scales", config.optimizer.lr_scales, names)
         self.initial.check(adapters_of(whole))
         shape, formats = shape_of(whole), formats_of(whole)
@@ -338,6 +340,8 @@ class ModelBuilder:
             return "generation.exact computes each row by itself"
         if hf.config.get_text_config()._attn_implementation != ROWS:
             return f"attention of {hf.config.model_type} models does not know where rows begin"
+        if self.config.lora_cfg.enabled and self.config.lora_cfg.max_adapters > 1:
+            return "rows have several adapters (lora_cfg.max_adapters)"
         return "images belong to one row" if self.config.vision.enabled else ""
 
     def _shares_prefixes(self, unshared: str) -> bool:

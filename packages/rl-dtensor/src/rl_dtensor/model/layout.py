@@ -236,6 +236,7 @@ class RowLayout:
         blocks: Int64 `[batch, length]` on the host, the image of each token of the whole sequence, as `IMAGE_BLOCKS`;
             None if no tokens see what follows them.
         tree: Rows that share what they begin with; None if each has all of its tokens.
+        host_places: `places` on the host, if they are there.
 
     Attributes:
         segments: Keys that this rank's queries attend to; with the `ulysses` method, for its heads of all queries.
@@ -257,7 +258,9 @@ class RowLayout:
         context: Context | None,
         blocks: np.ndarray | None = None,
         tree: RowTree | None = None,
+        host_places: np.ndarray | None = None,
     ) -> None:
+        self.host_places = host_places
         self.rows, self.input_ids, self.position_ids = rows, input_ids, position_ids
         self.places, self.attention_mask, self._held = places, attention_mask, held
         self.bounds, self.context, self.tree = bounds, context, tree
@@ -432,6 +435,7 @@ def lay_out(
         context=context,
         blocks=blocks,
         tree=tree,
+        host_places=flat,
     )
 
 

@@ -25,6 +25,7 @@ from rl_core.torch.training.flops import ModelShape
 from rl_core.torch.training.lora import InitialFactors
 from rl_dtensor.model.attention import ROWS
 from rl_dtensor.model.kernels import Attend
+from rl_dtensor.model.layers.lora import several_adapters, without_adapter
 from rl_dtensor.model.layers.recompute import CountedMemory
 from rl_dtensor.model.layers.replay import RouterReplay
 from rl_dtensor.model.layout import Alignment, RowLayout, lay_out
@@ -80,7 +81,7 @@ class ReadingModel(nn.Module):
         self.hf, self.role, self.attend = hf, role, attend
         self.chunk_size, self.alignment, self.is_packed = chunk_size, alignment, is_packed
         self.is_last, self._vocab, self.tokens_are_split = is_last, vocab, tokens_are_split
-        self.replay, self.vision = replay, vision
+        self.replay, self.vision, self.several = replay, vision, several_adapters(hf)
         self.transform = logit_transform(hf.config)
         self.sees_rows = hf.config.get_text_config()._attn_implementation == ROWS
         self.unshared = unshared
@@ -105,7 +106,7 @@ class ReadingModel(nn.Module):
             temperature: Divides the logits.
             checks_logits: True to check the head instead of computing reads.
         """
-        self.give_routing(layout)
+        self.give(layout)
         inputs = self._inputs(layout, entered)
         if self.vision is not None:
             del inputs["input_ids"]
@@ -136,10 +137,13 @@ class ReadingModel(nn.Module):
             sums_hidden_grad=not self.tokens_are_split,
         )
 
-    def give_routing(self, layout: RowLayout) -> None:
-        """Send the tokens of a pass to the experts of the generator, if those are replayed."""
+    def give(self, layout: RowLayout) -> None:
+        """Send the tokens of a pass to the experts of the generator, if those are replayed, and to their adapters, if
+        there are several."""
         if self.replay is not None:
             self.replay.give(layout)
+        if self.several is not None:
+            self.several.give(layout)
 
     def _head(self) -> Head:
         lm_head = self.hf.get_output_embeddings()
@@ -243,7 +247,7 @@ class ShardedModel:
 
     def described(self) -> dict[nn.Parameter, OptimizedParameter]:
         """Return the descriptions of all parameters for the optimizer."""
-        names = {name: name.replace(".default", "") for chunk in self.chunks for name, _ in chunk.hf.named_parameters()}
+        names = {name: without_adapter(name) for chunk in self.chunks for name, _ in chunk.hf.named_parameters()}
         return describe_parameters(
             [chunk.hf for chunk in self.chunks], {**names, **self.weights.catalog.tied}, local_slices
         )

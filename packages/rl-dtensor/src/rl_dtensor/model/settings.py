@@ -24,11 +24,13 @@ FLOAT8, QAT = f"{SECTION}.float8", f"{SECTION}.qat"
 DRAFT_KEY = "draft_head.model_name"
 _FLASH = ("flash_attention_2", "flash_attention_3")
 
-FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "gemma3", "idefics3", "smolvlm", "internvl")
+QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+GLM = ("glm4v", "glm4v_moe", "glm46v")
+FAMILIES = (*QWEN, *GLM, "gemma3", "gemma4", "mistral3", "llama4", "idefics3", "smolvlm", "internvl")
 """Model types that train with images."""
-ONLY_WITH_IMAGES = ("qwen2_5_vl", "qwen3_vl")
+ONLY_WITH_IMAGES = (*QWEN[:4], *GLM)
 """Families without a causal language model in transformers for their text."""
-SIZED = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
+SIZED = QWEN
 """Families whose image processors scale images to a number of pixels."""
 BOTH_WAYS = ("gemma3",)
 """Families whose image tokens see one another."""
@@ -141,6 +143,25 @@ def low_precision_problems(
                 yield Problem("lora_cfg.base_quantization", reason, got=quantization, remedy=remedy)
     if qat.enabled and qat.format != "int4" and "group_size" in qat.model_fields_set:
         yield Problem.unused(f"{QAT}.group_size", f"with {QAT}.format={qat.format}")
+
+
+def adapter_problems(backend: DTensorConfig, adapters: LoraConfig) -> Iterator[Problem]:
+    """Yield the settings that several adapters on one base cannot be combined with.
+
+    Args:
+        backend: Settings of the backend.
+        adapters: Adapters of the model.
+    """
+    if not adapters.enabled or adapters.max_adapters == 1:
+        return
+    for name, reason in (
+        ("sequence_parallel", "whose layers see only a part of the tokens of each adapter"),
+        ("compile", "whose layers would be compiled for the rows of every microbatch"),
+    ):
+        if getattr(backend, name):
+            reason = f"cannot be combined with dtensor_cfg.{name}=true, {reason}"
+            remedy = f"Set dtensor_cfg.{name}=false, or remove this key"
+            yield Problem("lora_cfg.max_adapters", reason, got=adapters.max_adapters, remedy=remedy)
 
 
 def vision_build_problems(vision: VisionConfig, backend: DTensorConfig, config: Any, role: Role) -> Iterator[Problem]:

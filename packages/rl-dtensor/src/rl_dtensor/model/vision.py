@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from rl_core.model_config import PartTraining, VisionConfig
@@ -14,6 +15,7 @@ from rl_core.torch.host_arrays import to_device
 from rl_core.torch.vision.columns import AXES, FEATURES, PREFIX, ImageColumns, ProcessedImages
 from rl_core.torch.vision.families import PIXELS, VISION_FAMILIES, VisionFamily, as_computed, as_held
 from rl_dtensor.model.layout import RowLayout
+from rl_dtensor.parallel.body import body_of
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class Vision:
             blank[PIXELS] = as_held(blank[PIXELS], self.compute)
             pixels = dict(zip(blank, to_device(list(blank.values()), layout.input_ids.device), strict=True))
         pixels[PIXELS] = as_computed(pixels[PIXELS], self.compute)
-        values, deep = self.family.features(hf.base_model, pixels)
+        values, deep = self.family.features(hf.base_model, self.family.arguments(pixels))
         places, is_token = layout.places.clamp(min=0), layout.places >= 0
         index = torch.full_like(layout.places, -1)
         if FEATURES in rows:
@@ -60,6 +62,8 @@ class Vision:
         inputs: dict[str, Any] = {
             "inputs_embeds": torch.where(is_image[..., None], values[own.clamp(min=0)], embeddings)
         }
+        if (per_layer := _per_layer_inputs(hf, layout.input_ids, index)) is not None:
+            inputs["per_layer_inputs"] = per_layer
         if deep:
             chosen = own[is_image]
             inputs["visual_pos_masks"] = is_image
@@ -86,11 +90,21 @@ def vision_of(
     if not vision.enabled:
         return None
     family = VISION_FAMILIES[hf.config.model_type]
-    for name in family.unused:
-        vars(hf.get_submodule(name.rpartition(".")[0]))["use_head"] = False
-    images = ProcessedImages(folder, family, vision, compute)
+    for parent, _, name in (each.rpartition(".") for each in family.unused):
+        if name == "head":
+            vars(hf.get_submodule(parent))["use_head"] = False
+    images = ProcessedImages(folder, family, hf.config, vision, compute)
     columns = ImageColumns(family, hf.base_model, images, max_images=vision.max_images)
     return Vision(family, columns, compute, token_part)
+
+
+def _per_layer_inputs(hf: PreTrainedModel, input_ids: Tensor, index: Tensor) -> Tensor | None:
+    """Return the embeddings of tokens that each layer adds (Gemma 4), those of padding for images; None without any."""
+    text = hf.config.get_text_config()
+    if not getattr(text, "hidden_size_per_layer_input", 0):
+        return None
+    found: Tensor = body_of(hf).get_per_layer_inputs(input_ids.where(index < 0, text.pad_token_id), None)
+    return found
 
 
 @dataclass(frozen=True)

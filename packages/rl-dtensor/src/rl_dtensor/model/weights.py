@@ -18,6 +18,7 @@ from transformers.core_model_loading import (
     Concatenate,
     MergeModulelist,
     PrefixChange,
+    Transpose,
     WeightConverter,
     WeightRenaming,
     WeightTransform,
@@ -29,7 +30,7 @@ from rl_core.torch.quantization.formats import Float8Format, WeightFormat, round
 from rl_core.torch.training.lora import WEIGHT
 from rl_core.torch.transport.exchange import HeldPart, Holdings
 from rl_core.weights import TensorSpec
-from rl_dtensor.model.layers.lora import Adapter, adapters_of
+from rl_dtensor.model.layers.lora import Adapter, adapters_of, names_of
 from rl_dtensor.model.layers.low_precision import largest_of_ranks
 from rl_dtensor.model.layers.quantized_base import BASE, PackedFormat, logical_slices, quantized_layers, whole_values
 from rl_dtensor.parallel.fsdp import local, local_slices, whole
@@ -173,14 +174,17 @@ class ShardedWeights:
         self._served = served
         self._mesh = mesh
         self.held: dict[str, Tensor] = {}
-        self._adapters: dict[str, Adapter] = {}
+        self._of_adapters: list[dict[str, Adapter]] = [{}]
         self._packed: dict[str, PackedFormat] = {}
         for hf in chunks:
             self._packed |= {f"{name}.weight".replace(BASE, ""): each.format for name, each in quantized_layers(hf)}
             for name, tensor in persistent(hf).items():
                 plain = name.replace(BASE, "")
                 self.held.setdefault(catalog.tied.get(plain, plain), tensor)
-            self._adapters.update(adapters_of(hf))
+            for number, name in enumerate(names_of(hf)):
+                self._of_adapters += [{}] * (number == len(self._of_adapters))
+                self._of_adapters[number].update(adapters_of(hf, name))
+        self._adapters = self._of_adapters[0]
 
     def load(self, files: WeightFiles, *, new: Iterable[str] = (), foreign: Iterable[str] = ()) -> None:
         """Fill this rank's parts from the files.
@@ -299,20 +303,32 @@ class ShardedWeights:
         return found + [TensorSpec(SCORE, each.shape, dtype) for each in self.catalog.entries if each.name == SCORE]
 
     @torch.no_grad()
-    def adapters(self, dtype: str = "float32", *, everywhere: bool = True) -> Iterator[tuple[str, Tensor]]:
+    def adapters(
+        self, dtype: str = "float32", *, everywhere: bool = True, place: int = 0
+    ) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of every adapter, and a score head; collective.
 
         All are always whole on every rank.
+
+        Args:
+            dtype: Dtype of the tensors.
+            everywhere: Not used: every rank gets whole tensors.
+            place: Place of one of several adapters.
         """
+        adapters = self.adapters_at(place)
         kind = getattr(torch, dtype)
         for weight, stage, placed in self._placed_adapters():
-            own = self._adapters.get(weight)
+            own = adapters.get(weight)
             parts = [None] * len(placed) if own is None else [whole(each, kind) for _, each in own.named]
             for (name, shape), part in zip(placed, parts, strict=True):
                 yield name, self._from_stage(part, shape, kind, stage)
         for entry in self.catalog.entries:
             if entry.name == SCORE:
                 yield SCORE, self._whole(entry, kind)
+
+    def adapters_at(self, place: int) -> dict[str, Adapter]:
+        """Return one of several adapters of each weight of this rank; `scale` is that of the config."""
+        return self._of_adapters[place] if place < len(self._of_adapters) else {}
 
     def _placed_adapters(self) -> list[PlacedAdapter]:
         """Return the adapters of all pipeline stages, in the same order on every rank; collective."""
@@ -398,7 +414,7 @@ def read_into(opened: OpenWeights, piece: FilePiece, target: Tensor) -> None:
             f"weight {name} has shape {shape}: this classifier has {shape[0]} labels, and the head of a reward model "
             "or critic has one output. Use a model with num_labels=1, or one without a score head, which gets a new one"
         )
-    if shape != piece.shape:
+    if shape != piece.shape and not (piece.may_be_transposed and shape == transposed(piece.shape)):
         raise ValueError(
             f"weight {name} has shape {shape}, the model's config says {piece.shape}; check config.json and "
             "policy.hf_config_overrides"
@@ -421,7 +437,15 @@ def _read_part(
     shared = _shared(piece.region, held, shape) if part.numel() else None
     if shared is not None:
         into, taken = shared
-        part[into].copy_(opened.read(piece.name, taken))
+        if opened.shape(piece.name) == piece.shape:
+            part[into].copy_(opened.read(piece.name, taken))
+        else:
+            part[into].copy_(opened.read(piece.name, transposed(taken)).mT)
+
+
+def transposed(sizes: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return sizes or slices of a tensor whose last two dims are exchanged."""
+    return (*sizes[:-2], sizes[-1], sizes[-2])
 
 
 def _unpacked(fmt: PackedFormat, packed: Tensor, dtype: torch.dtype, into: tuple[int | slice, ...]) -> Tensor:
@@ -492,11 +516,13 @@ class FilePiece(NamedTuple):
         name: Name in the files.
         region: Region of the parameter.
         shape: Shape of the tensor.
+        may_be_transposed: True if files may also have the tensor with its last two dims exchanged.
     """
 
     name: str
     region: Region
     shape: tuple[int, ...]
+    may_be_transposed: bool = False
 
 
 class FileNames:
@@ -509,6 +535,7 @@ class FileNames:
 
     def __init__(self, hf: PreTrainedModel) -> None:
         self._stacked: dict[str, tuple[str, ...]] = {}
+        self._transposed: list[str] = []
         self._convolutions: dict[str, tuple[str, ...]] = {}
         self._num_rows = {name: len(parameter) for name, parameter in hf.named_parameters() if parameter.dim()}
         self._renamings: list[WeightTransform] = []
@@ -516,9 +543,13 @@ class FileNames:
             if isinstance(conversion, WeightConverter):
                 kinds = [type(operation) for operation in conversion.operations]
                 operations: list[Any] = conversion.operations
-                dims = [operation.dim for operation in operations]
                 patterns = (conversion.target_patterns[0], *conversion.source_patterns)
                 target, *sources = (pattern.replace("\\", "") for pattern in patterns)
+                if kinds == [Transpose] and sources == [target] and operations[0].check_dims:
+                    # transformers saves it as it is in the model, and reads both.
+                    self._transposed.append(target)
+                    continue
+                dims = [getattr(operation, "dim", None) for operation in operations]
                 if kinds == [Concatenate] and dims == [0] and all("conv1d" in source for source in sources):
                     self._convolutions[target] = tuple(sources)
                     continue
@@ -547,7 +578,7 @@ class FileNames:
             return
         found = next((target for target in self._stacked if target in name), None)
         if found is None:
-            yield FilePiece(self._rename(name), (), shape)
+            yield FilePiece(self._rename(name), (), shape, any(target in name for target in self._transposed))
             return
         sources = self._stacked[found]
         width = shape[1] // len(sources)

@@ -23,7 +23,7 @@ from rl_dtensor.parallel.plan import blocks_of, whole_blocks_of
 SEQUENCE = -2
 """The dim of tokens in hidden states, `[batch, seq, hidden]` or `[tokens, hidden]`."""
 
-LORA_A, LORA_B, MAGNITUDE = ".lora_A.default", ".lora_B.default", ".lora_magnitude_vector.default"
+LORA_A, LORA_B, MAGNITUDE = ".lora_A.", ".lora_B.", ".lora_magnitude_vector."
 
 
 def split_tensors(

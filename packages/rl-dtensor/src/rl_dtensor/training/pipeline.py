@@ -92,7 +92,7 @@ class _Run:
         if stage < self._model.num_stages - 1:
             grad = self._receive("backward", layout)
         # Activations that were not kept are computed again.
-        self._model.chunks[chunk].give_routing(layout)
+        self._model.chunks[chunk].give(layout)
         if left.requires_grad:
             torch.autograd.backward(left, grad)
         if stage > 0:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -107,27 +107,41 @@ class DTensorState:
     def _saved_optimizer_state(self, shards: Path, optimizer: Optimizer) -> dict[str, Any]:
         """Return empty tensors for exactly the saved state: an optimizer that has not stepped has none."""
         metadata = dcp.FileSystemReader(shards).read_metadata().state_dict_metadata
-        state: dict[str, Any] = {}
-        for key, saved in metadata.items():
-            if not key.startswith(OPTIMIZER_PREFIX):
-                continue
-            parameter = self._weights.get(key.removeprefix(OPTIMIZER_PREFIX).rpartition("/")[0])
-            if parameter is None:  # Another pipeline rank holds it.
-                continue
-            if not isinstance(saved, TensorStorageMetadata):
-                state[key] = None
-            elif parameter.dim() and saved.size == parameter.shape:
-                state[key] = torch.zeros_like(parameter, dtype=saved.properties.dtype)
-            elif len(saved.size) == parameter.dim() > 0:
-                # Scales of the blocks of a parameter are where their blocks are.
-                held = local(parameter)
-                extents = zip(held.shape, parameter.shape, saved.size, strict=True)
-                part = torch.zeros([own * size // whole for own, whole, size in extents], device=held.device)
-                state[key] = sharded_like(parameter, part.to(saved.properties.dtype), saved.size)
-            else:
-                device = local(parameter).device if counts_on_device(optimizer) else torch.device("cpu")
-                state[key] = torch.zeros(saved.size, dtype=saved.properties.dtype, device=device)
-        return state
+        of_state = {key: saved for key, saved in metadata.items() if key.startswith(OPTIMIZER_PREFIX)}
+        return saved_state(
+            of_state, lambda key: self._weights.get(key.removeprefix(OPTIMIZER_PREFIX).rpartition("/")[0]), optimizer
+        )
+
+
+def saved_state(
+    metadata: Mapping[str, Any], parameter_of: Callable[[str], Tensor | None], optimizer: Optimizer
+) -> dict[str, Any]:
+    """Return empty tensors for the saved state of an optimizer.
+
+    Args:
+        metadata: Metadata of the saved tensors of the state, by name.
+        parameter_of: Function from such a name to the parameter of this rank; None if another pipeline rank holds it.
+        optimizer: Optimizer of the parameters.
+    """
+    state: dict[str, Any] = {}
+    for key, saved in metadata.items():
+        parameter = parameter_of(key)
+        if parameter is None:
+            continue
+        if not isinstance(saved, TensorStorageMetadata):
+            state[key] = None
+        elif parameter.dim() and saved.size == parameter.shape:
+            state[key] = torch.zeros_like(parameter, dtype=saved.properties.dtype)
+        elif len(saved.size) == parameter.dim() > 0:
+            # Scales of the blocks of a parameter are where their blocks are.
+            held = local(parameter)
+            extents = zip(held.shape, parameter.shape, saved.size, strict=True)
+            part = torch.zeros([own * size // whole for own, whole, size in extents], device=held.device)
+            state[key] = sharded_like(parameter, part.to(saved.properties.dtype), saved.size)
+        else:
+            device = local(parameter).device if counts_on_device(optimizer) else torch.device("cpu")
+            state[key] = torch.zeros(saved.size, dtype=saved.properties.dtype, device=device)
+    return state
 
 
 def _host_copies(tensors: dict[str, Any]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from rl_core.torch.training.lora import (
     nothing_adapted,
     size_of,
 )
-from rl_megatron.checks import DORA_PROBLEM, EXPERTS_PROBLEM, QUANTIZATION_PROBLEM
+from rl_megatron.checks import DORA_PROBLEM, EXPERTS_PROBLEM, QUANTIZATION_PROBLEM, SEVERAL_PROBLEM
 from rl_megatron.conversion.splits import Chunks, Vocabulary, Whole
 from rl_megatron.conversion.weight_map import AdapterMap, HFTensor, WeightMap, global_name
 from rl_megatron.families.catalog import family_of
@@ -85,6 +85,7 @@ def targeted_adapters(
         (EXPERTS_PROBLEM, config.target_parameters),
         (DORA_PROBLEM, config.use_dora),
         (QUANTIZATION_PROBLEM, config.base_quantization),
+        (SEVERAL_PROBLEM, config.max_adapters > 1),
     )
     for problem, is_met in refused:
         if is_met:

@@ -25,9 +25,8 @@ from rl_core.model_config import ModelConfig, VisionConfig
 from rl_core.rollouts.generation import GenerationRequest, Placement
 from rl_core.torch.files.language_part import language_config, read_language_config
 from rl_core.torch.training.lora import is_adapted
-from rl_vllm.config import MAX_TEMPERATURE, MIN_TEMPERATURE, VllmConfig
+from rl_vllm.config import GIB, MAX_SHARE, MAX_TEMPERATURE, MIN_TEMPERATURE, VllmConfig
 from rl_vllm.engine.holding_scheduler import HoldingScheduler
-from rl_vllm.engine.memory import GIB, MAX_SHARE
 from rl_vllm.engine.nodes import NodePorts
 from rl_vllm.engine.speculation import speculative_config
 from rl_vllm.patches.continued_text import NUM_SAMPLED
@@ -108,8 +107,9 @@ def engine_arguments(
     sleeps = placement.shares_devices and not on_cpu
     further = model_arguments(backend, model, placement) | rank_arguments(backend, placement, ports)
     if applies_adapters:
-        # The engine has room for the adapters of one weight version.
-        further |= {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1}
+        # The engine has room for the adapters of one weight version, and for those that requests name.
+        named = model.lora_cfg.max_adapters if model.lora_cfg.max_adapters > 1 else 0
+        further |= {"enable_lora": True, "max_loras": 1 + named, "max_cpu_loras": 1 + 4 * named}
         further["max_lora_rank"] = min(rank for rank in get_args(MaxLoRARanks) if rank >= model.lora_cfg.max_dim)
         further["lora_target_modules"] = adapted_layers(model)
     if sleeps:

@@ -25,6 +25,9 @@ from rl_vllm.engine.holding_scheduler import receive_held
 from rl_vllm.engine.image_inputs import ImageInputs
 from rl_vllm.patches.continued_text import continue_texts
 
+FIRST_NAMED = 2**30
+"""Number in vLLM of the first adapter that a request names; those of weight versions have smaller ones."""
+
 EnginePrompt = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
 """vLLM's prompt of a request, or a function that makes it, which takes too long for the event loop."""
 
@@ -36,11 +39,12 @@ class Engine(ABC):
         vllm: Engine of vLLM.
 
     Attributes:
-        adapter: Adapter that requests are computed with; set by `use_adapter`.
+        adapter: Adapter of requests that name none; set by `use_adapter`.
     """
 
     def __init__(self, vllm: AsyncLLM | LLMEngine) -> None:
         self.adapter: LoRARequest | None = None
+        self._adapter_ids: dict[str, int] = {}
         self.vllm = vllm
         self._reports: dict[int, Mapping[str, Any]] = {}
         self._image_inputs: ImageInputs | None = None
@@ -88,6 +92,24 @@ class Engine(ABC):
         name = f"version-{version}"
         self.adapter = None if version is None else LoRARequest(name, version, lora_path=name)
 
+    def adapter_of(self, named: str | None) -> LoRARequest | None:
+        """Return the adapter of a request, as vLLM loads it and keeps its keys and values apart from others'.
+
+        Args:
+            named: `GenerationRequest.adapter`.
+
+        Raises:
+            RequestRefused: If the engine applies none.
+        """
+        if named is None:
+            return self.adapter
+        if named and self.vllm.vllm_config.lora_config is None:
+            raise RequestRefused(
+                "the request has an adapter, but the engine applies none; set policy.generation.lora_sync=adapter"
+            )
+        number = self._adapter_ids.setdefault(named, FIRST_NAMED + len(self._adapter_ids))
+        return LoRARequest(named, number, lora_path=named) if named else None
+
     def take_images(self, *, image_token: int, max_images: int) -> None:
         """Serve requests with images from now on.
 
@@ -119,11 +141,19 @@ class Engine(ABC):
             prompt = partial(self._image_inputs.prompt, request.token_ids, request.images, salt)
         elif self._image_inputs is not None:
             self._image_inputs.require_text(request.token_ids)
-        return (await self.run(prompt, params)).outputs[0]
+        return (await self.run(prompt, params, self.adapter_of(request.adapter))).outputs[0]
 
-    async def score(self, token_ids: np.ndarray, *, salt: str | None = None) -> Sequence[float]:
-        """Return the logprobs at temperature 1 of all tokens except the first."""
-        output = await self.run(tokens_prompt(token_ids, salt), scoring_params())
+    async def score(
+        self, token_ids: np.ndarray, *, salt: str | None = None, adapter: str | None = None
+    ) -> Sequence[float]:
+        """Return the logprobs at temperature 1 of all tokens except the first.
+
+        Args:
+            token_ids: The tokens.
+            salt: As in `generate`.
+            adapter: As `GenerationRequest.adapter`.
+        """
+        output = await self.run(tokens_prompt(token_ids, salt), scoring_params(), self.adapter_of(adapter))
         logprobs: Sequence[float] = output.prompt_logprobs.logprobs
         return logprobs
 
@@ -159,9 +189,8 @@ class Engine(ABC):
         await self.ask("wake_up", list(parts))
 
     @abstractmethod
-    async def run(self, prompt: EnginePrompt, params: VllmSamplingParams) -> Any:
-        """Return vLLM's `RequestOutput` of one request, computed with `adapter`. Cancelling the call takes it out of
-        the engine."""
+    async def run(self, prompt: EnginePrompt, params: VllmSamplingParams, adapter: LoRARequest | None) -> Any:
+        """Return vLLM's `RequestOutput` of one request. Cancelling the call takes it out of the engine."""
 
     @abstractmethod
     async def interrupt(self) -> None:

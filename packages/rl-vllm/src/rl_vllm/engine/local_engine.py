@@ -64,9 +64,9 @@ class LocalEngine(Engine):
             raise GeneratorError(f"vLLM did not start: {one_line(error)}") from error
         return cls(thread, loaded[0])
 
-    async def run(self, prompt: EnginePrompt, params: VllmSamplingParams) -> Any:
+    async def run(self, prompt: EnginePrompt, params: VllmSamplingParams, adapter: LoRARequest | None) -> Any:
         await self.check()
-        request = LocalRequest(prompt, params, self.adapter)
+        request = LocalRequest(prompt, params, adapter)
         if not self._submitted:
             # Requests of one turn of the event loop enter together, so that their batch does not depend on timing.
             asyncio.get_running_loop().call_soon(self._flush)

@@ -11,16 +11,10 @@ from rl_core.rollouts.generation import Placement
 from rl_core.torch.transport.ends import receiver_bytes
 from rl_core.usage.meter import Gpus, GpuUsage
 from rl_core.weights import num_bytes
-from rl_vllm.config import VllmConfig
+from rl_vllm.config import GIB, MAX_SHARE, MAX_SHARED, VllmConfig
 from rl_vllm.weights.file_weights import FileWeights
 
 _log = logging.getLogger(__name__)
-
-GIB = 2**30
-
-MAX_SHARE = 0.9
-MAX_SHARED = 0.85
-"""Maximum share on GPUs that the engine takes turns on: the gaps that other processes leave there grow with time."""
 
 UNMEASURED_SHARED = 0.6
 """Share on GPUs that the engine takes turns on if their memory cannot be read."""

@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 from vllm import AsyncEngineArgs
 from vllm import SamplingParams as VllmSamplingParams
+from vllm.lora.request import LoRARequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -82,7 +83,7 @@ class ProcessEngine(Engine):
             raise
         return started
 
-    async def run(self, prompt: EnginePrompt, params: VllmSamplingParams) -> Any:
+    async def run(self, prompt: EnginePrompt, params: VllmSamplingParams, adapter: LoRARequest | None) -> Any:
         given = await asyncio.to_thread(prompt) if callable(prompt) else {"type": "token", **prompt}
         name = str(next(self._ids))
         if can_be_interrupted(params):
@@ -90,7 +91,7 @@ class ProcessEngine(Engine):
         try:
             async with self._failures():
                 place = None if self._engines is None else self._engines.choose(name, given["prompt_token_ids"])
-                options = {"lora_request": self.adapter, "data_parallel_rank": place}
+                options = {"lora_request": adapter, "data_parallel_rank": place}
                 async for output in self.vllm.generate(given, params, name, **options):
                     if output.finished:
                         return output

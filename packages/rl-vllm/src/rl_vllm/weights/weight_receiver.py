@@ -199,10 +199,10 @@ class AdapterReceiver:
             down, up = self._factors[layer, True], self._factors[layer, False]
             # vLLM scales the second factor in place. Its own scale, alpha / rank, gives way to the given one.
             loras[layer] = LoRALayerWeights(layer, down.shape[0], 1, down, up.clone(), scaling=self._scales[layer])
-        # The earlier ones go first: there is one place on the device.
+        # The earlier ones go first: there is one place on the device, which requests that name an adapter do not take.
         self._manager.remove_all_adapters()
         self._manager.add_adapter(LoRAModel(self._version, max(lora.rank for lora in loras.values()), loras))
-        self._manager.activate_adapter(self._version)
+        self._manager.pin_adapter(self._version)
 
     def stale(self) -> list[str]:
         """Return the names of the factors that the layers do not apply.

@@ -12,7 +12,7 @@ import numpy as np
 
 from rl_core.errors import GeneratorError, RequestRefused, WeightSyncError
 from rl_core.model_config import ModelConfig
-from rl_core.rollouts.generation import GenerationRequest, PauseMode, Placement
+from rl_core.rollouts.generation import GenerationRequest, PauseMode, Placement, refuse_adapter
 from rl_core.rollouts.grammar import TokenGrammars
 from rl_core.rollouts.rollout import Completion
 from rl_core.tokenizer import Tokenizer
@@ -84,6 +84,7 @@ class LocalGenerator(Generic[Model]):
         while not self._serving.is_set():  # a pause may follow before one that was woken goes on
             await self._serving.wait()
         self._check_ready(PARTS)
+        refuse_adapter(request)
         self._check_tokens(request.token_ids)
         room = self._model_config.max_total_sequence_length - len(request.token_ids)
         if room < 1:

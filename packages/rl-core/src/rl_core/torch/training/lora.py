@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from rl_core.model import AdaptedPart
 from rl_core.model_config import LoraConfig, ModelConfig
 from rl_core.torch.files.language_part import LANGUAGE_PREFIX
 from rl_core.torch.files.model_files import CONFIG, WeightFiles
@@ -75,6 +76,15 @@ def refused_by_peft(model: Any, layers: Iterable[str]) -> set[str]:
     names = {layer: layer.rpartition(".")[2] for layer in layers}
     refused = {name for name in set(names.values()) if is_refused(name)}
     return {layer for layer, name in names.items() if name in refused}
+
+
+FEED_FORWARD = frozenset({"mlp", "feed_forward", "ffn", "experts", "shared_expert", "block_sparse_moe", "moe"})
+"""Modules that are the feed-forward part of a layer; other layers with an adapter are of its attention."""
+
+
+def is_of_part(weight: str, parts: Sequence[AdaptedPart]) -> bool:
+    """Return whether a weight belongs to one of these parts of a layer."""
+    return ("attention" if FEED_FORWARD.isdisjoint(weight.split(".")) else "mlp") in parts
 
 
 def is_adapted_stack(weight: str, config: LoraConfig) -> bool:

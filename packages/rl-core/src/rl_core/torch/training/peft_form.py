@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from rl_core.model import HEADLESS_ROLES, Role
+from rl_core.model import HEADLESS_ROLES, AdapterSettings, Role
 from rl_core.model_config import LoraConfig, ModelConfig
 from rl_core.torch.files.language_part import LANGUAGE_PREFIX
 from rl_core.torch.process_group import on_rank0
@@ -94,12 +94,23 @@ class AdapterExport:
         on_rank0(self._mesh.control, find)
         self._is_checked = True
 
-    def write(self, path: Path) -> None:
-        """Write the adapters into a folder; collective. Rank 0 brings them together in host memory and writes."""
+    def write(
+        self,
+        path: Path,
+        factors: Iterable[tuple[str, Tensor | None]] | None = None,
+        settings: AdapterSettings | None = None,
+    ) -> None:
+        """Write the adapters into a folder; collective. Rank 0 brings them together in host memory and writes.
+
+        Args:
+            path: The folder.
+            factors: Factors of one of several adapters; those of `weights` if None.
+            settings: Its rank and alpha; those of the config if None.
+        """
         if not self._is_checked:
             self.check()
         gathered: dict[str, Tensor] = {}
-        for name, tensor in self._weights.adapters():
+        for name, tensor in self._weights.adapters() if factors is None else factors:
             if self._mesh.rank == 0:
                 assert tensor is not None, f"{name} did not reach the rank that writes it"
                 gathered[name] = tensor.cpu()
@@ -109,9 +120,13 @@ class AdapterExport:
             path.mkdir(parents=True, exist_ok=True)
             for name in _products(gathered) if self._initial is not None else ():
                 gathered[name] = torch.cat([gathered[name], self._subtracted(name)], _dim_of_rank(name))
+            described = self._form.described
+            if settings is not None:
+                described = {**described, "r": settings.rank, "lora_alpha": settings.alpha}
+                for name in _products(gathered):
+                    gathered[name] = gathered[name].narrow(_dim_of_rank(name), 0, settings.rank)
             save_file(self._form.files(gathered), path / ADAPTER_WEIGHTS, metadata={"format": "pt"})
-            described = json.dumps(self._form.described, indent=2)
-            (path / ADAPTER_CONFIG).write_text(described + "\n", encoding="utf-8")
+            (path / ADAPTER_CONFIG).write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
 
         on_rank0(self._mesh.control, write)
 

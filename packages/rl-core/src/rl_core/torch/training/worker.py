@@ -29,6 +29,7 @@ from rl_core.torch.heads.reads import check_reads
 from rl_core.torch.optim.optimizer import build_schedule
 from rl_core.torch.process_group import on_rank0
 from rl_core.torch.residency import Reference, Residency
+from rl_core.torch.training.adapters import WorkerAdapters
 from rl_core.torch.training.backend import HeadParts, RankMesh, RankWeights, TrainingParts
 from rl_core.torch.training.checkpoint import Checkpoint
 from rl_core.torch.training.checkpoint_files import exported_files, verify_files
@@ -141,6 +142,7 @@ class TrainingWorker(_WorkerPart):
 
     Attributes:
         draft_head: Draft head that trains with the model; None without one.
+        adapters: Several adapters on the model; None if it has one or none.
 
     Raises:
         ValueError: If files, config, role and settings do not fit together.
@@ -214,7 +216,11 @@ class TrainingWorker(_WorkerPart):
                 batching=self._training,
                 mesh=mesh,
                 loss_scale=self._loss_scale,
+                adapters=parts.adapters,
             )
+        self.adapters = None
+        if parts.adapters is not None:
+            self.adapters = WorkerAdapters(parts.adapters, self._steps, self._adapters, parts.residency, mesh)
 
     def infer(
         self, batch: Batch, reads: Sequence[Read], *, reference: bool = False, temperature: float = 1.0
@@ -258,19 +264,20 @@ class TrainingWorker(_WorkerPart):
         with self._step(loss) as steps:
             return steps.accumulate(batch, loss)
 
-    def apply(self, settings: StepSettings | None = None) -> Mapping[str, Metric]:
-        """Make one optimizer and schedule step with the gradient so far, and return this rank's part of the metrics.
+    def apply(self, settings: StepSettings | None = None, *, adapter: int | None = None) -> Mapping[str, Metric]:
+        """Make one optimizer and schedule step with the gradient so far, of one adapter if it is given, and return this
+        rank's part of the metrics.
 
         Raises:
             ValueError: If there is no gradient, or a setting that the optimizer does not have.
             RuntimeError: Naming parts that are offloaded.
         """
         self._residency.require("parameters", "optimizer")
-        return self._training_steps().apply(settings or StepSettings())
+        return self._training_steps().apply(settings or StepSettings(), self._known(adapter))
 
-    def discard(self) -> None:
-        """Begin a new gradient; the one so far, if any, is not stepped."""
-        self._training_steps().discard()
+    def discard(self, *, adapter: int | None = None) -> None:
+        """Begin a new gradient, of one adapter if it is given; the one so far, if any, is not stepped."""
+        self._training_steps().discard(self._known(adapter))
 
     def train_step(self, batch: Batch, loss: Loss) -> Mapping[str, Metric]:
         """Make one optimizer and schedule step on all ranks' shards, and return this rank's part of the metrics.
@@ -335,7 +342,7 @@ class TrainingWorker(_WorkerPart):
             self._mesh.leave()
         self._model.close()
         del self._model, self._weights, self._adapters, self._optimizer, self._schedule, self._steps
-        del self._reference, self._residency, self._checkpoint, self._plan_step, self.draft_head
+        del self._reference, self._residency, self._checkpoint, self._plan_step, self.draft_head, self.adapters
         # Modules and wrappers form cycles, which keep memory and the sockets of groups until they are collected.
         gc.collect()
         self._mesh.kind.release_memory()
@@ -350,6 +357,16 @@ class TrainingWorker(_WorkerPart):
         plan, self._plan_step = self._plan_step, None
         with nullcontext() if plan is None else planned_step(plan, self._mesh.kind, self._mesh.control):
             yield steps
+
+    def _known(self, adapter: int | None) -> int | None:
+        """Return the place of an adapter, if the model has several.
+
+        Raises:
+            ValueError: If it has not.
+        """
+        if adapter is not None and self.adapters is None:
+            raise ValueError("the model has no adapters that step apart; set lora_cfg.max_adapters")
+        return adapter
 
     def _check_scores(self) -> None:
         """Raise a `ValueError` if the files of a model that only scores have no head, whose scores would be random."""

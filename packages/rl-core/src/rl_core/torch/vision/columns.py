@@ -129,12 +129,16 @@ class ProcessedImages:
     Args:
         folder: Folder of the model, which has the files of the image processor.
         family: Family of the model.
+        config: Hugging Face config of the whole model.
         vision: Number of pixels that images are scaled to.
         compute: Dtype of the pixels.
     """
 
-    def __init__(self, folder: Path, family: VisionFamily, vision: VisionConfig, compute: torch.dtype) -> None:
+    def __init__(
+        self, folder: Path, family: VisionFamily, config: Any, vision: VisionConfig, compute: torch.dtype
+    ) -> None:
         self._folder, self._family, self._vision = folder, family, vision
+        self._processing = family.processing(config)
         self._compute = compute
         self._store: ImageStore | None = None
         self._kept: OrderedDict[str, Arrays] = OrderedDict()
@@ -168,13 +172,12 @@ class ProcessedImages:
     def _processed(self, digest: str) -> Arrays:
         if self._store is None:
             self._store = ImageStore.of_run()
-        output = self._processor(images=[self._store.open(digest)], return_tensors="pt")
-        columns: dict[str, np.ndarray] = {}
-        for name in self._family.columns:
-            values = output[name].numpy()
-            columns[name] = values[0] if self._family.is_batched else values
-        columns[PIXELS] = as_held(columns[PIXELS], self._compute)
-        return columns
+        output = self._processor(images=[self._store.open(digest)], return_tensors="pt", **self._processing)
+        results = {name: torch.as_tensor(output[name]) for name in self._family.columns}
+        # Llama 4's image processor computes in bfloat16, which numpy lacks.
+        results[PIXELS] = results[PIXELS].float()
+        columns = self._family.held({name: values.numpy() for name, values in results.items()})
+        return {**columns, PIXELS: as_held(columns[PIXELS], self._compute)}
 
 
 def _bytes_of(image: Arrays) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 Arrays = Mapping[str, np.ndarray]
@@ -17,6 +18,8 @@ Arrays = Mapping[str, np.ndarray]
 GRID = "image_grid_thw"
 PIXELS = "pixel_values"
 PIXEL_MASK = "pixel_attention_mask"
+SIZES = "image_sizes"
+PLACES = "image_position_ids"
 
 
 Features = tuple[Tensor, Sequence[Tensor]]
@@ -33,12 +36,15 @@ class VisionFamily:
         projector: Names of the modules between tower and language model, which may be inside the tower.
         columns: Results of the image processor that the tower takes.
         num_tokens: Function from the config and the columns of one image to the number of its tokens.
-        features: Function from the model without its head and columns of images to their features.
+        features: Function from the model without its head and arguments for images to their features.
         blank: Function from the config to the columns of the smallest image.
+        held: Function from the results for one image to columns that can be joined with those of other images.
+        arguments: Function from the columns of some images to arguments of the model.
+        processing: Function from the config to arguments of the image processor that the processor of text and images
+            passes to it.
         has_axes: True if tokens have three places each (M-RoPE), given by `get_rope_index` of the model.
-        is_batched: True if results of its image processor have a first dim of rows.
         sees_both_ways: True if the tokens of an image see one another, also those that follow.
-        unused: Names of modules in the tower that no feature depends on.
+        unused: Names of modules that no feature depends on, such as those for sound.
     """
 
     tower: tuple[str, ...]
@@ -47,8 +53,10 @@ class VisionFamily:
     num_tokens: Callable[[Any, Arrays], int]
     features: Callable[[Any, Mapping[str, Tensor]], Features]
     blank: Callable[[Any], Arrays]
+    held: Callable[[Arrays], Arrays] = lambda results: results
+    arguments: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = lambda columns: columns
+    processing: Callable[[Any], Mapping[str, Any]] = lambda config: {}
     has_axes: bool = False
-    is_batched: bool = False
     sees_both_ways: bool = False
     unused: tuple[str, ...] = ()
 
@@ -78,9 +86,18 @@ def _crop_features(model: Any, columns: Mapping[str, Tensor]) -> Features:
 
 
 def _masked_crop_features(model: Any, columns: Mapping[str, Tensor]) -> Features:
-    pixels, mask = columns[PIXELS][None], columns[PIXEL_MASK][None].bool()
-    output = model.get_image_features(pixel_values=pixels, pixel_attention_mask=mask)
+    mask = columns[PIXEL_MASK].bool()
+    output = model.get_image_features(pixel_values=columns[PIXELS], pixel_attention_mask=mask)
     return output.pooler_output.flatten(0, 1), ()
+
+
+def _tile_features(model: Any, columns: Mapping[str, Tensor]) -> Features:
+    tiles = model.vision_model(columns[PIXELS]).last_hidden_state
+    return model.multi_modal_projector(tiles.flatten(0, 1)), ()
+
+
+def _sized_features(model: Any, columns: Mapping[str, Tensor]) -> Features:
+    return torch.cat(model.get_image_features(**columns).pooler_output), ()
 
 
 def _crop_size(config: Any) -> tuple[int, int]:
@@ -98,6 +115,47 @@ def _masked_crop_blank(config: Any) -> Arrays:
     return {PIXELS: np.ones((1, 3, *size), np.float32), PIXEL_MASK: np.ones((1, *size), np.int64)}
 
 
+def _flat(results: Arrays) -> Arrays:
+    return {**results, PIXELS: results[PIXELS].reshape(-1)}
+
+
+def _padded(columns: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Return images of several sizes as one tensor, with zeros below and to the right."""
+    sizes: list[list[int]] = columns[SIZES].tolist()
+    height, width = (max(each) for each in zip(*sizes, strict=True))
+    images = columns[PIXELS].split([3 * prod(size) for size in sizes])
+    padded = [
+        F.pad(image.view(3, *size), (0, width - size[1], 0, height - size[0]))
+        for image, size in zip(images, sizes, strict=True)
+    ]
+    return {**columns, PIXELS: torch.stack(padded)}
+
+
+def _merged_side(config: Any) -> int:
+    return int(config.vision_config.patch_size * config.spatial_merge_size)
+
+
+def _sized_tokens(config: Any, image: Arrays) -> int:
+    return int(prod((image[SIZES][0] // _merged_side(config)).tolist()))
+
+
+def _sized_blank(config: Any) -> Arrays:
+    # transformers 5.19 does not take a single image of one token.
+    side = _merged_side(config)
+    return {PIXELS: np.zeros(6 * side * side, np.float32), SIZES: np.array([[side, 2 * side]], np.int64)}
+
+
+def _pooled_tokens(config: Any, image: Arrays) -> int:
+    return int((image[PLACES] >= 0).all(-1).sum()) // config.vision_config.pooling_kernel_size**2
+
+
+def _pooled_blank(config: Any) -> Arrays:
+    vision = config.vision_config
+    side = vision.pooling_kernel_size
+    places = np.stack(np.meshgrid(np.arange(side), np.arange(side)), -1).reshape(1, -1, 2)
+    return {PIXELS: np.zeros((1, side * side, 3 * vision.patch_size**2), np.float32), PLACES: places}
+
+
 def _crop_tokens_of(per_crop: Callable[[Any], int]) -> Callable[[Any, Arrays], int]:
     return lambda config, image: len(image[PIXELS]) * per_crop(config)
 
@@ -106,6 +164,12 @@ def _shuffled_tokens(config: Any) -> int:
     """Return the tokens of a crop whose patches are joined by `scale_factor` in both directions."""
     vision = config.vision_config
     return int((vision.image_size // vision.patch_size) ** 2 // config.scale_factor**2)
+
+
+def _tile_tokens(config: Any) -> int:
+    """Return the tokens of a tile whose patches are joined by `pixel_shuffle_ratio` in both directions."""
+    vision = config.vision_config
+    return int((vision.image_size // vision.patch_size) ** 2 * vision.pixel_shuffle_ratio**2)
 
 
 def _qwen(merger: tuple[str, ...], features: Callable[[Any, Mapping[str, Tensor]], Features]) -> VisionFamily:
@@ -127,7 +191,8 @@ _IDEFICS = VisionFamily(
     num_tokens=_crop_tokens_of(_shuffled_tokens),
     features=_masked_crop_features,
     blank=_masked_crop_blank,
-    is_batched=True,
+    held=lambda results: {name: values[0] for name, values in results.items()},
+    arguments=lambda columns: {name: values[None] for name, values in columns.items()},
 )
 _GEMMA = VisionFamily(
     tower=("model.vision_tower",),
@@ -140,12 +205,50 @@ _GEMMA = VisionFamily(
     unused=("model.vision_tower.head",),
 )
 _INTERN_TOKENS = _crop_tokens_of(lambda config: int(config.image_seq_length))
+_GLM = _qwen(("downsample", "merger"), _grid_features)
+_LLAMA = VisionFamily(
+    tower=("vision_model",),
+    projector=("multi_modal_projector",),
+    columns=(PIXELS,),
+    num_tokens=_crop_tokens_of(_tile_tokens),
+    features=_tile_features,
+    blank=_crop_blank,
+)
+_MISTRAL = VisionFamily(
+    tower=("model.vision_tower",),
+    projector=("model.multi_modal_projector",),
+    columns=(PIXELS, SIZES),
+    num_tokens=_sized_tokens,
+    features=_sized_features,
+    blank=_sized_blank,
+    held=_flat,
+    arguments=_padded,
+    processing=lambda config: {"patch_size": _merged_side(config)},
+)
+_GEMMA_4 = VisionFamily(
+    tower=("model.vision_tower",),
+    projector=("model.embed_vision",),
+    columns=(PIXELS, PLACES),
+    num_tokens=_pooled_tokens,
+    features=_sized_features,
+    blank=_pooled_blank,
+    unused=("model.audio_tower", "model.embed_audio"),
+)
 
 VISION_FAMILIES: Mapping[str, VisionFamily] = {
+    "qwen2_vl": _qwen(("merger",), _grid_features),
     "qwen2_5_vl": _qwen(("merger",), _grid_features),
     "qwen3_vl": _qwen(("merger", "deepstack_merger_list"), _deep_features),
+    "qwen3_vl_moe": _qwen(("merger", "deepstack_merger_list"), _deep_features),
     "qwen3_5": _qwen(("merger",), _grid_features),
+    "qwen3_5_moe": _qwen(("merger",), _grid_features),
+    "glm4v": _GLM,
+    "glm4v_moe": _GLM,
+    "glm46v": _GLM,
     "gemma3": _GEMMA,
+    "gemma4": _GEMMA_4,
+    "mistral3": _MISTRAL,
+    "llama4": _LLAMA,
     "idefics3": _IDEFICS,
     "smolvlm": _IDEFICS,
     "internvl": replace(_GEMMA, num_tokens=_INTERN_TOKENS, sees_both_ways=False, unused=()),

@@ -8,17 +8,22 @@ no mesh can split them.)
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, cast
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from rl_core.model import ADAPTER as ADAPTER_COLUMN
 from rl_core.model_config import LoraConfig
+from rl_core.torch.host_arrays import to_device
 from rl_core.torch.training.lora import (
     LORA_A,
     LORA_B,
@@ -46,7 +51,13 @@ from rl_dtensor.parallel.collectives import Parameters, compute_on
 from rl_dtensor.parallel.experts import STACK_DIMS, expert_modules
 from rl_dtensor.parallel.fsdp import local, local_slices, whole
 
+if TYPE_CHECKING:
+    from rl_dtensor.model.layout import RowLayout
+
 ADAPTER = "default"
+"""Name in peft of the adapter, and of the first one of several."""
+OTHERS = "adapter_"
+"""Start of the names in peft of the other ones of several adapters."""
 STACKED_A, STACKED_B = "lora_A_", "lora_B_"
 """Prefixes of the factors of a stacked weight, which are parameters of the same module."""
 LINEAR = (nn.Linear.forward, Conv1D.forward)
@@ -114,6 +125,91 @@ class Adapter(NamedTuple):
         left, right, scale = self.factors()
         factor, summed = self.row_factor(weight), weight + scale * (left @ right)
         return summed if factor is None else factor * summed
+
+
+class AdapterRuns(NamedTuple):
+    """The tokens of each adapter in a pass.
+
+    Args:
+        runs: Start and end of the tokens of each adapter, one after another; all tokens of the pass.
+        order: Int64 `[tokens]`, the places of the tokens in the pass in the order of `runs`, and the way back; None if
+            they lie in this order.
+    """
+
+    runs: tuple[tuple[int, int], ...]
+    order: tuple[Tensor, Tensor] | None = None
+
+    @classmethod
+    def of(cls, adapters: np.ndarray, count: int, device: torch.device) -> AdapterRuns:
+        """Return the runs of a pass.
+
+        Args:
+            adapters: Adapter of each token of the pass, on the host.
+            count: Number of adapters.
+            device: Device of the pass.
+        """
+        ends = np.cumsum(np.bincount(adapters, minlength=count)).tolist()
+        runs = tuple(zip([0, *ends[:-1]], ends, strict=True))
+        if not (np.diff(adapters) < 0).any():
+            return cls(runs)
+        order = np.argsort(adapters, kind="stable")
+        there, back = to_device([order, np.argsort(order)], device)
+        return cls(runs, (there, back))
+
+
+class SeveralAdapters:
+    """The variant of peft's linear layers in which each token has one of several adapters.
+
+    Every adapter takes part in every pass, one without tokens with none, so that gradients are reduced alike on all
+    ranks.
+
+    Args:
+        count: Number of adapters.
+
+    Attributes:
+        runs: Tokens of each adapter in the pass at hand.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.names = (ADAPTER, *(f"{OTHERS}{number}" for number in range(1, count)))
+        self.runs: AdapterRuns | None = None
+
+    def give(self, layout: RowLayout) -> None:
+        """Set the adapters of the tokens of the next pass. A backward pass may compute layers again."""
+        adapters = layout.rows.host_column(ADAPTER_COLUMN) if ADAPTER_COLUMN in layout.rows else None
+        places = layout.places.cpu().numpy() if layout.host_places is None else layout.host_places
+        count = len(self.names)
+        of_tokens = np.zeros(len(places), dtype=np.int64)
+        if adapters is not None:
+            if len(adapters) and not (adapters.min() >= 0 and adapters.max() < count):
+                raise ValueError(f"rows have adapters {sorted(set(adapters.tolist()))}; the model has {count}")
+            each = np.repeat(adapters, np.diff(layout.rows.host_offsets))
+            of_tokens = each[places.clip(min=0)]
+            # Padding joins the tokens that it comes after.
+            before = np.maximum.accumulate(np.where(places < 0, 0, np.arange(len(places))))
+            of_tokens = of_tokens[before]
+        self.runs = AdapterRuns.of(of_tokens, count, layout.places.device)
+
+    def forward(self, module: Any, *, active_adapter: str, x: Tensor, result: Tensor, **_: Any) -> Tensor:
+        """Return the result of a layer with the adapters of its tokens, for the result of the layer without them."""
+        assert self.runs is not None, "no adapters were given before the pass"
+        inputs = x.flatten(0, -2)
+        if len(inputs) != self.runs.runs[-1][1]:
+            raise ValueError(
+                f"a layer sees {len(inputs)} tokens where {self.runs.runs[-1][1]} were expected; several adapters "
+                "(lora_cfg.max_adapters) cannot be on layers that see some of the tokens, such as those of experts: "
+                "leave them out by lora_cfg.exclude_modules"
+            )
+        if self.runs.order is not None:
+            inputs = inputs[self.runs.order[0]]
+        parts = [
+            module.lora_B[name](module.lora_A[name](inputs[start:end])) * module.scaling[name]
+            for name, (start, end) in zip(self.names, self.runs.runs, strict=True)
+        ]
+        added = torch.cat(parts)
+        if self.runs.order is not None:
+            added = added[self.runs.order[1]]
+        return result + added.view(*x.shape[:-1], -1)
 
 
 class Magnitude(nn.Module):
@@ -237,12 +333,55 @@ def add_adapters(
             module: Any = hf.get_submodule(name)
             module.lora_magnitude_vector[ADAPTER] = Magnitude(module.lora_B[ADAPTER].out_features)
             module.lora_variant[ADAPTER] = Directions
+    several = None if config.max_adapters == 1 else SeveralAdapters(config.max_adapters)
+    for name in targets if several is not None else ():
+        module = hf.get_submodule(name)
+        module.lora_variant[ADAPTER] = several
+        for other in several.names[1:]:
+            for held in (module.lora_A, module.lora_B):
+                held[other] = deepcopy(held[ADAPTER])
+            module.scaling[other] = module.scaling[ADAPTER]
     for module in dict.fromkeys(stacks.values()):
         own = {name.rpartition(".")[2]: size_of(name, config) for name, of in stacks.items() if of is module}
         _adapt_stacks(module, own)
     score = dict(hf.named_children()).get("score")
     if score is not None:
         score.requires_grad_(True)
+
+
+def names_of(hf: nn.Module) -> tuple[str, ...]:
+    """Return the names in peft of the adapters of a model: one, unless it has several."""
+    several = several_adapters(hf)
+    return (ADAPTER,) if several is None else several.names
+
+
+def without_adapter(name: str) -> str:
+    """Return the name of a parameter without the name of its adapter."""
+    return re.sub(rf"\.({ADAPTER}|{OTHERS}\d+)(?=\.)", "", name)
+
+
+def set_scale(hf: nn.Module, place: int, scale: float) -> None:
+    """Set the scale of one of several adapters of a model.
+
+    Args:
+        hf: The model.
+        place: Place of the adapter.
+        scale: Factor of its products.
+    """
+    several = several_adapters(hf)
+    for module in hf.modules() if several is not None else ():
+        if several in getattr(module, "lora_variant", {}).values():
+            cast("Any", module).scaling[several.names[place]] = scale
+
+
+def several_adapters(hf: nn.Module) -> SeveralAdapters | None:
+    """Return the adapters that each token of a model has one of; None if it has no layer with several."""
+    peft: Any = sys.modules.get("peft.tuners.lora")
+    for module in hf.modules() if peft is not None else ():
+        if isinstance(module, peft.LoraLayer):
+            variant = module.lora_variant.get(ADAPTER)
+            return variant if isinstance(variant, SeveralAdapters) else None
+    return None
 
 
 def _adapt_stacks(module: nn.Module, sizes: Mapping[str, AdapterSize]) -> None:
@@ -279,14 +418,19 @@ def adapted_modules(hf: PreTrainedModel, config: LoraConfig) -> list[str]:
     return [name for name in layers if name not in refused]
 
 
-def adapters_of(hf: PreTrainedModel) -> dict[str, Adapter]:
-    """Return the adapter of each weight by the weight's name without adapters in it."""
+def adapters_of(hf: PreTrainedModel, adapter: str = ADAPTER) -> dict[str, Adapter]:
+    """Return the adapter of each weight by the weight's name without adapters in it.
+
+    Args:
+        hf: Model.
+        adapter: Name of one of several adapters (`SeveralAdapters.names`).
+    """
     peft: Any = sys.modules.get("peft.tuners.lora")  # It is not imported before the first adapter.
     linear = {
         f"{name}.weight": Adapter(
-            cast("Tensor", module.lora_A[ADAPTER].weight),
-            cast("Tensor", module.lora_B[ADAPTER].weight),
-            float(module.scaling[ADAPTER]),
+            cast("Tensor", module.lora_A[adapter].weight),
+            cast("Tensor", module.lora_B[adapter].weight),
+            float(module.scaling[adapter]),
             is_transposed=isinstance(module.get_base_layer(), Conv1D),
             magnitude=module.lora_magnitude_vector[ADAPTER].weight if ADAPTER in module.lora_magnitude_vector else None,
         )
@@ -358,23 +502,36 @@ def _check_targets(hf: PreTrainedModel, config: LoraConfig) -> None:
         )
 
 
-def init_adapters(hf: PreTrainedModel, initial: InitialFactors) -> None:
+def init_adapters(hf: PreTrainedModel, initial: InitialFactors, adapter: str = ADAPTER) -> None:
     """Fill adapters with values that are the same on any mesh, and take them out of the weights if they are parts of
     these; collective."""
     with torch.no_grad():
-        adapters = adapters_of(hf)
+        adapters = adapters_of(hf, adapter)
         held = {name.replace(BASE, ""): parameter for name, parameter in hf.named_parameters()}
         formats = {f"{name}.weight".replace(BASE, ""): layer.format for name, layer in quantized_layers(hf)}
         layers = peft_layers(adapters)
-        for name, adapter in adapters.items():
-            down, up = initial.of_weight(name, adapter.down.shape, adapter.up.shape, layer=layers[name])
-            local(adapter.down).copy_(down[local_slices(adapter.down)])
-            local(adapter.up).copy_(up[local_slices(adapter.up)])
+        for name, own in adapters.items():
+            down, up = initial.of_weight(name, own.down.shape, own.up.shape, layer=layers[name])
+            set_factors(own, down, up)
             weight = held[name]
             if initial.is_principal:
                 part, (rows, columns) = local(weight), local_slices(weight)
-                part.copy_(part.float() - (adapter.scale * up[rows] @ down[:, columns]).to(part.device))
-            if adapter.magnitude is not None:
-                own = initial.magnitude(layers[name])
-                norms = adapter.norms(whole_values(weight, formats.get(name), torch.float32)) if own is None else own
-                local(adapter.magnitude).copy_(norms[local_slices(adapter.magnitude)])
+                part.copy_(part.float() - (own.scale * up[rows] @ down[:, columns]).to(part.device))
+            if own.magnitude is not None:
+                norms = initial.magnitude(layers[name])
+                if norms is None:
+                    norms = own.norms(whole_values(weight, formats.get(name), torch.float32))
+                local(own.magnitude).copy_(norms[local_slices(own.magnitude)])
+
+
+@torch.no_grad()
+def set_factors(adapter: Adapter, down: Tensor, up: Tensor) -> None:
+    """Fill this rank's parts of the factors of an adapter.
+
+    Args:
+        adapter: The adapter.
+        down: `[dim, inputs]`, or `[experts, dim, inputs]`, on the host.
+        up: `[outputs, dim]`, or `[experts, outputs, dim]`.
+    """
+    local(adapter.down).copy_(down[local_slices(adapter.down)])
+    local(adapter.up).copy_(up[local_slices(adapter.up)])
