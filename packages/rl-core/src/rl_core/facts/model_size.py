@@ -79,12 +79,19 @@ class RankMemory:
         kept: The part of it that waits in host memory while others use the device.
         weights: Weights that train.
         host: Bytes that are always in host memory.
+        optimizer: The part that is the state of the optimizer.
     """
 
     device: float
     kept: float
     weights: float
     host: float = 0
+    optimizer: float = 0
+
+    @property
+    def gradients(self) -> float:
+        """Bytes of gradients, which are dropped while others use the device."""
+        return self.device - self.kept
 
 
 def size_of_fields(fields: Mapping[str, Any]) -> ModelSize | None:
@@ -120,23 +127,25 @@ def _tensors(fields: Mapping[str, Any]) -> list[ModelTensor] | None:
     """Return the tensors of a decoder with gated MLPs, norms and biases without parameters, so that patterns match
     them; None if the fields do not determine it."""
     values = [fields.get(name) for name in _SIZES]
-    if not all(isinstance(value, int) and value > 0 for value in values) or fields.get("kv_lora_rank"):
+    if not all(isinstance(value, int) and value > 0 for value in values):
         return None
-    hidden, num_layers, heads, inner, vocab = (int(value or 0) for value in values)
-    head_dim = fields.get("head_dim") or hidden // heads
-    queries, keys = hidden * head_dim * heads, hidden * head_dim * (fields.get("num_key_value_heads") or heads)
+    hidden, num_layers, _, inner, vocab = (int(value or 0) for value in values)
+    attention = _latent_attention(fields) if fields.get("kv_lora_rank") else _attention(fields)
     count = num_experts_of(fields)
+    shared = int(fields.get("n_shared_experts") or 0) * (fields.get("moe_intermediate_size") or inner) * hidden
     expert = count * hidden * (fields.get("moe_intermediate_size") or inner)
     num_dense = int(fields.get("first_k_dense_replace") or 0) if count else num_layers
     found = [ModelTensor("model.embed_tokens.weight", "embedding", vocab * hidden)]
     for layer in range(num_layers):
-        attention = {"q_proj": queries, "k_proj": keys, "v_proj": keys, "o_proj": queries}
         weights = {f"self_attn.{name}.weight": size for name, size in attention.items()}
         weights |= {f"self_attn.{name}.bias": 0 for name in attention} | dict.fromkeys(_NORMS, 0)
         if layer < num_dense:
             weights |= {f"mlp.{name}.weight": hidden * inner for name in ("gate_proj", "up_proj", "down_proj")}
         else:
             weights["mlp.gate.weight"] = 0
+            if shared:
+                parts = ("gate_proj", "up_proj", "down_proj")
+                weights |= {f"mlp.shared_experts.{name}.weight": shared for name in parts}
         found += [ModelTensor(f"model.layers.{layer}.{name}", "layers", size) for name, size in weights.items()]
         if layer >= num_dense:
             of_experts = {"gate_up_proj": 2 * expert, "down_proj": expert}
@@ -146,6 +155,32 @@ def _tensors(fields: Mapping[str, Any]) -> list[ModelTensor] | None:
     if not fields.get("tie_word_embeddings"):
         found.append(ModelTensor("lm_head.weight", "head", vocab * hidden))
     return found
+
+
+def _attention(fields: Mapping[str, Any]) -> dict[str, int]:
+    """Return the parameters of the matrices of a layer's attention, by name."""
+    hidden, heads = fields["hidden_size"], fields["num_attention_heads"]
+    head_dim = fields.get("head_dim") or hidden // heads
+    queries, keys = hidden * head_dim * heads, hidden * head_dim * (fields.get("num_key_value_heads") or heads)
+    return {"q_proj": queries, "k_proj": keys, "v_proj": keys, "o_proj": queries}
+
+
+def _latent_attention(fields: Mapping[str, Any]) -> dict[str, int]:
+    """Return the parameters of the matrices of a layer's latent attention, as in DeepSeek-V3, by name."""
+    hidden, heads, low = fields["hidden_size"], fields["num_attention_heads"], fields["kv_lora_rank"]
+    nope, rotary = fields.get("qk_nope_head_dim") or 0, fields.get("qk_rope_head_dim") or 0
+    values, queries = fields.get("v_head_dim") or 0, fields.get("q_lora_rank")
+    low_queries = (
+        {"q_a_proj": hidden * queries, "q_b_proj": queries * heads * (nope + rotary)}
+        if queries
+        else {"q_proj": hidden * heads * (nope + rotary)}
+    )
+    return {
+        **low_queries,
+        "kv_a_proj_with_mqa": hidden * (low + rotary),
+        "kv_b_proj": low * heads * (nope + values),
+        "o_proj": heads * values * hidden,
+    }
 
 
 def size_of_name(name: str) -> ModelSize | None:

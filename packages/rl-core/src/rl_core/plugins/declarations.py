@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from rl_core.config import Config, Problem
     from rl_core.devices import Device
     from rl_core.facts.model_size import RankMemory
+    from rl_core.facts.rank_layout import EngineLayout, RankLayout
     from rl_core.model import ModelSpec
     from rl_core.model_config import ModelConfig
 
@@ -181,6 +182,10 @@ class BackendPlugin:
         memory: Function of a training backend, from the model's section, the backend's config, the size of the model,
             the number of ranks, and the size of the part that trains (`trained=`), to the memory of the rank with the
             most parameters; None if it is not estimated.
+        layout: Function of a training backend, from the model's section, the backend's config, the number of ranks and
+            the device, to the `RankLayout` from which `rl plan` estimates memory and time; None if it is not estimated.
+        engine_layout: The same of a generator for one replica, from the model's section, its config, the device and
+            whether it shares the device (`is_shared=`), to an `EngineLayout`.
         replay_key: Boolean key of a training backend's config that makes its passes send tokens to the experts that the
             generator chose; empty if it has none. The generator then reports them.
         routing_problem: For a generator: function from its config and the device to why its completions cannot
@@ -228,6 +233,8 @@ class BackendPlugin:
     selfcheck: str = ""
     mesh_case: Callable[[Any], MeshCase] | None = None
     memory: Callable[..., RankMemory] | None = None
+    layout: Callable[[ModelConfig, Any, int, Device], RankLayout] | None = None
+    engine_layout: Callable[..., EngineLayout] | None = None
     replay_key: str = ""
     routing_problem: Callable[[Any, Device], str] = reports_no_routing
     adapter_problem: Callable[[Any, ModelConfig, Device], str] = applies_no_adapters
@@ -491,6 +498,8 @@ class RolloutNeeds:
         judges: Settings of the language models that judge, by name.
         judged: Rewards by these judges, by environment and reported name.
         scored: Environments whose rollouts reward models score.
+        later: Functions of `env.<name>.rewards` that ask reward models, by environment: they are called when all
+            rollouts of a step have ended, and not where these are sampled.
         changes_under_way: True if the weights may change while rollouts are under way.
     """
 
@@ -505,4 +514,5 @@ class RolloutNeeds:
     judges: Mapping[str, Any] = field(default_factory=dict)
     judged: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     scored: frozenset[str] = frozenset()
+    later: Mapping[str, frozenset[str]] = field(default_factory=dict)
     changes_under_way: bool = False

@@ -8,8 +8,10 @@ from pydantic import Field
 
 from rl_core.config import Config, WhenChanged
 from rl_core.devices import Device
+from rl_core.facts.rank_layout import EngineLayout
 from rl_core.model_config import ModelConfig, local_family
 from rl_core.plugins import BackendPlugin, Requirement, reports_routing
+from rl_core.weights import ITEM_BYTES
 from rl_dtensor.model.settings import FAMILIES, exactness_problem
 from rl_dtensor.plugin import VISION
 
@@ -49,6 +51,12 @@ def exact_problem(config: HFConfig, model: ModelConfig, device: Device) -> str:
     return exactness_problem(model, device)
 
 
+def engine_layout(model: ModelConfig, config: HFConfig, device: Device, *, is_shared: bool) -> EngineLayout:
+    """Return what an engine keeps of a device; see `BackendPlugin.engine_layout`."""
+    each = ITEM_BYTES[model.precision]
+    return EngineLayout(weight_bytes=each, cache_bytes=each, num_sequences=config.max_batch_size, is_eager=True)
+
+
 PLUGIN = BackendPlugin(
     name="hf",
     key="hf_cfg",
@@ -60,6 +68,7 @@ PLUGIN = BackendPlugin(
         imports=("torch", "transformers", "safetensors"),
     ),
     ranks=ranks,
+    engine_layout=engine_layout,
     images=VISION,
     runs_model_code=True,
     image_problem=image_problem,

@@ -16,6 +16,7 @@ from rl_launch.cli import (
     config_commands,
     doctor_commands,
     model_commands,
+    plan_commands,
     run_commands,
     submit_commands,
     training_commands,
@@ -93,6 +94,7 @@ def root(
 for command, own_name in (
     (catalog_commands.recipes, None),
     (catalog_commands.init, None),
+    (plan_commands.plan, None),
     (training_commands.train, None),
     (model_commands.evaluate, "eval"),
     (model_commands.compare, None),

@@ -1,0 +1,51 @@
+"""`rl plan`: memory, time and cost of a run before it starts."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+from rl_launch.cli.failure import reported
+from rl_launch.cli.options import AsJson, Overrides, named, option, write_json
+
+
+def plan(
+    recipe: Annotated[str, named("RECIPE|FILE.yaml|RUN", "Name of a recipe, a YAML file, or a run directory.")],
+    overrides: Overrides = None,
+    device: Annotated[
+        str | None, option("--device", "Device to plan for, such as h100 (default: that of the config).", "NAME")
+    ] = None,
+    price: Annotated[float | None, option("--price", "Price of an hour of one device.", min=0)] = None,
+    tokens: Annotated[
+        float | None, option("--tokens", "Mean tokens of a completion, or of a row of data.", min=1)
+    ] = None,
+    prompt_tokens: Annotated[float | None, option("--prompt-tokens", "Mean tokens of a prompt.", min=1)] = None,
+    search: Annotated[bool, option("--search", "List the fastest layouts on the same devices.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Estimate the memory, time and cost of a run from its config, without a GPU: what each phase takes of a device,
+    and the smallest change that fits.
+
+    With --json: {"schema": 1, "recipe", "device", "num_devices", "device_bytes": NUMBER|null, "fits": bool|null,
+    "fullest", "memory": [{"role", "phase", "device": {NAME: BYTES}, "host": {NAME: BYTES}}, ...], "host_bytes",
+    "checkpoint_bytes", "num_checkpoints": NUMBER|null, "seconds": {PHASE: NUMBER}, "step_seconds", "tokens",
+    "tokens_per_second", "cost": NUMBER|null, "factors": {PHASE: NUMBER}, "learned_from": [RUN, ...], "assumptions":
+    [SENTENCE, ...], "problems": [SENTENCE, ...], "change": {"overrides", "step_seconds", "remark"}|null, "search":
+    [...]}.
+    """
+    with reported():
+        from rl_launch.commands.planning import plan_recipe
+        from rl_launch.planning.text import as_json as plain
+        from rl_launch.planning.text import lines, search_lines
+        from rl_launch.planning.workload import Lengths
+
+        answer = plan_recipe(
+            recipe, overrides or (), device=device, lengths=Lengths(prompt_tokens, tokens), searches=search
+        )
+        if as_json:
+            write_json(plain(answer.plan, price=price, change=answer.change, found=answer.found))
+            return
+        shown = [*lines(answer.plan, price=price, change=answer.change)]
+        if search:
+            shown += search_lines(answer.found, answer.plan)
+        sys.stdout.write("\n".join(shown) + "\n")

@@ -1,0 +1,107 @@
+"""The devices that a run can be planned for, with the rates of their data sheets."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+
+from rl_core.config import nearest_as_remedy
+from rl_core.errors import ConfigError
+
+GB = 10**9
+CPU_NAME = "cpu"
+"""Name of the entry for a core of this machine's processor."""
+
+PRODUCTS = 0.63
+"""Share of `flops` that large matrix products reach: 620 of 989 TFLOP/s of an H100."""
+ATTENTION = 0.34
+"""The same of flash attention, both passes."""
+MEMORY = 0.78
+"""Share of `memory_rate` that kernels reach which only move data."""
+LINKS = 0.8
+"""Share of the rate of links that large collectives reach."""
+LAUNCH_SECONDS = 53e-6
+"""Seconds of the host for each operation of a layer that is not captured in a graph, with the code around it; measured
+on one H100 (`benchmarks/results/gpu_check.md`)."""
+DECODE_SECONDS = 4e-3
+"""Seconds of an engine for each decoding step next to its kernels: scheduling, sampling and the start of a graph."""
+DISK_RATE = 2 * GB
+"""Bytes per second that a node writes to the disk of checkpoints."""
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """A GPU, or a core of a processor, with the rates of its data sheet.
+
+    Args:
+        name: Name for `--device`.
+        title: Name for people.
+        driver_words: Words in the driver's name for it.
+        memory: Bytes of memory; None if it is that of the machine.
+        flops: Operations per second in bfloat16, dense; of a core in float32.
+        memory_rate: Bytes per second that its memory reads or writes.
+        node_rate: Bytes per second that it sends to others in the node.
+        network_rate: Bytes per second that it sends to other nodes.
+        host_rate: Bytes per second to and from the host's memory.
+    """
+
+    name: str
+    title: str
+    driver_words: str
+    memory: float | None
+    flops: float
+    memory_rate: float
+    node_rate: float
+    network_rate: float
+    host_rate: float
+
+    def link_rate(self, ranks: int, ranks_per_node: int) -> float:
+        """Return the bytes per second that each of so many ranks sends in a collective of large tensors."""
+        return LINKS * (self.node_rate if ranks <= ranks_per_node else self.network_rate)
+
+
+@cache
+def accelerators() -> Mapping[str, Accelerator]:
+    """Return all devices by name."""
+    table = json.loads(files(__package__).joinpath("devices.json").read_text(encoding="utf-8"))
+    return {
+        name: Accelerator(
+            name,
+            row["title"],
+            row["driver_words"],
+            None if row["memory_gb"] is None else row["memory_gb"] * GB,
+            row["bf16_tflops"] * 1e12,
+            row["memory_gb_per_s"] * GB,
+            row["node_gb_per_s"] * GB,
+            row["network_gb_per_s"] * GB,
+            row["host_gb_per_s"] * GB,
+        )
+        for name, row in table.items()
+    }
+
+
+def accelerator_named(name: str) -> Accelerator:
+    """Return a device by its name.
+
+    Raises:
+        ConfigError: If it is not known; lists those that are.
+    """
+    known = accelerators()
+    found = known.get(name.lower())
+    if found is None:
+        remedy = nearest_as_remedy(name.lower(), known) or "Choose one of them"
+        raise ConfigError(f"--device: got {name!r}; allowed: {', '.join(known)}. {remedy}")
+    return found
+
+
+def accelerator_of(driver_name: str) -> Accelerator | None:
+    """Return the device that the driver gives this name; None if its rates are not known."""
+    for each in accelerators().values():
+        words = each.driver_words.split()
+        if words and all(re.search(rf"\b{word}\b", driver_name) for word in words):
+            return each
+    return None

@@ -1,0 +1,482 @@
+"""The plan of a run: what it takes of its devices in each phase, how long a step takes, and whether it fits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from rl_core.devices import CPU, CUDA, Device, device_named
+from rl_core.facts.model_size import ModelSize, size_of_name, trained_size
+from rl_core.facts.rank_layout import EngineLayout, RankLayout
+from rl_core.weights import ITEM_BYTES
+from rl_launch.backends import ModelBackend
+from rl_launch.cluster.device import AUTO
+from rl_launch.model_files.model_facts import hf_fields
+from rl_launch.placement.topology import GENERATION, Topology
+from rl_launch.planning.accelerators import CPU_NAME, DISK_RATE, LAUNCH_SECONDS, Accelerator, accelerator_named
+from rl_launch.planning.memory import (
+    ASLEEP,
+    COMMUNICATORS,
+    CONTEXT,
+    GAPS,
+    PENDING_PARTS,
+    EngineRank,
+    Recomputed,
+    TrainingRank,
+    Usage,
+)
+from rl_launch.planning.seconds import Machines, generation_seconds, optimizer_seconds, pass_seconds, sync_seconds
+from rl_launch.planning.shapes import Shape, adapter_parameters, published_fields
+from rl_launch.planning.workload import Lengths, Workload
+from rl_launch.root_config import POLICY
+from rl_launch.run_config.plan import RunPlan
+
+DEFAULT = "h100"
+"""Device of a plan for GPUs if none is named."""
+TRAINING, LOGPROBS, GENERATING, SYNC, SAVE = "training", "logprobs", "generation", "weight_sync", "save"
+"""Names of phases; a run records the seconds of the first four as `time/<name>`."""
+
+
+@dataclass(frozen=True)
+class Factors:
+    """What runs on a device took, over what was planned without them.
+
+    Args:
+        seconds: Factor by phase.
+        memory: Factor of the peak of a training step; None if none was measured.
+        runs: Names of the runs that they come from.
+    """
+
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    memory: float | None = None
+    runs: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class RolePlan:
+    """A model of the run on its devices.
+
+    Args:
+        role: Its role.
+        section: Dotted key of its config section.
+        name: Folder or hub name.
+        basis: Number of parameters and where it was read; empty if it is not known, and nothing is estimated.
+        rank: Its fullest rank; None if its size is not known.
+        recomputed: Layers that are recomputed; None if it does not train or its layers are not known.
+        keeps_reference: True if it keeps its initial weights in host memory.
+        has_turns: True if it waits in host memory while others use its devices.
+        ranks: Its ranks.
+        ranks_per_node: Its ranks on a node.
+    """
+
+    role: str
+    section: str
+    name: str
+    basis: str
+    rank: TrainingRank | None
+    recomputed: Recomputed | None
+    keeps_reference: bool
+    has_turns: bool
+    ranks: int
+    ranks_per_node: int
+
+    @property
+    def trains(self) -> bool:
+        """True if it has an optimizer."""
+        return self.rank is not None and bool(self.rank.trained.count)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The plan of a run.
+
+    Args:
+        recipe: Name of the recipe.
+        machines: Its devices.
+        device: Kind of its devices.
+        topology: Which devices its models and its generation share.
+        roles: Its models.
+        engine: Rank of a replica; None without generation.
+        work: Rows of a step.
+        usages: Memory by role and phase.
+        seconds: Seconds of a step by phase, with the factors.
+        host_bytes: Host memory of a node.
+        checkpoint_bytes: Bytes of a checkpoint with its Hugging Face files.
+        num_checkpoints: Checkpoints at a time; None if all are kept.
+        factors: What earlier runs taught.
+        problems: What is not estimated or too small, as sentences.
+    """
+
+    recipe: str
+    machines: Machines
+    device: Device
+    topology: Topology
+    roles: tuple[RolePlan, ...]
+    engine: EngineRank | None
+    work: Workload
+    usages: tuple[Usage, ...]
+    seconds: Mapping[str, float]
+    host_bytes: float
+    checkpoint_bytes: float
+    num_checkpoints: int | None
+    factors: Factors
+    problems: tuple[str, ...]
+
+    @property
+    def capacity(self) -> float | None:
+        """Bytes of a device; None if it is not known."""
+        return self.machines.accelerator.memory
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of the run."""
+        own = sum(each.count for each in self.topology.own.values())
+        return own + (self.topology.shared.count if self.topology.sharing else 0)
+
+    @property
+    def fullest(self) -> Usage | None:
+        """The role and phase that take most of a device; None if nothing is estimated."""
+        return max(self.usages, key=lambda usage: usage.total, default=None)
+
+    @property
+    def fits(self) -> bool | None:
+        """True if every phase fits a device; None if that is not known."""
+        if self.capacity is None or not self.usages or any(role.rank is None for role in self.roles):
+            return None
+        is_served = self.engine is None or (self.engine.weights < self.capacity and not self.problems)
+        return is_served and all(usage.total <= self.capacity for usage in self.usages)
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds of a step. An asynchronous run generates while it trains, so that the slower of both counts."""
+        generation = self.seconds.get(GENERATING, 0.0)
+        rest = sum(self.seconds.values()) - generation
+        if self.work.staleness and GENERATION in self.topology.own:
+            return max(generation, rest)
+        return generation + rest
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of all rows of a step, over its seconds."""
+        return self.work.num_tokens / self.step_seconds if self.step_seconds else 0.0
+
+    def cost(self, price: float) -> float:
+        """Return the cost of a step for a price of an hour of a device."""
+        return price * self.num_devices * self.step_seconds / 3600
+
+
+def device_of(plan: RunPlan, name: str | None) -> tuple[Accelerator, Device]:
+    """Return the device that a run is planned for: the one named, or what the config says.
+
+    Args:
+        plan: Plan of the run.
+        name: Name in the table of devices; None for the config's own choice.
+    """
+    from rl_launch.cluster.machine import local_gpus
+
+    chosen = plan.config.cluster.device
+    if name is not None:
+        accelerator = accelerator_named(name)
+        return accelerator, CPU if accelerator.name == CPU_NAME else CUDA
+    if chosen == AUTO:
+        chosen = "cuda" if local_gpus() else "cpu"
+    kind = device_named(chosen)
+    return accelerator_named(DEFAULT if kind.runs_on_gpus else CPU_NAME), kind
+
+
+def plan_run(
+    plan: RunPlan,
+    name: str,
+    *,
+    accelerator: Accelerator,
+    device: Device,
+    lengths: Lengths | None = None,
+    factors: Factors | None = None,
+) -> Plan:
+    """Plan a run on a kind of device.
+
+    Args:
+        plan: Its resolved config.
+        name: Name of its recipe.
+        accelerator: Device with its rates.
+        device: Kind of the device.
+        lengths: Mean lengths that the user states.
+        factors: What earlier runs on this device taught.
+    """
+    cluster, factors = plan.config.cluster, factors or Factors()
+    ranks_per_node = device.ranks_per_node(cluster)
+    topology = plan.backends.topology(cluster.num_nodes, ranks_per_node, device)
+    machines = Machines(accelerator, ranks_per_node, _launch_seconds(accelerator))
+    work = Workload.of(plan, lengths or Lengths())
+    engine = _engine(plan, topology, device)
+    roles, usages = [], []
+    for role, model in plan.backends.models.items():
+        found = _role(role, model, topology, device, accelerator)
+        roles.append(found)
+        usages += list(_usages_of_model(found, topology, accelerator, is_on_gpus=device.runs_on_gpus, engine=engine))
+    if engine is not None:
+        usages.append(_usage_of_engine(engine, topology, accelerator, device, work))
+    if factors.memory is not None:
+        usages = [_scaled(usage, factors.memory) if usage.phase == TRAINING else usage for usage in usages]
+    planned = Plan(
+        recipe=name,
+        machines=machines,
+        device=device,
+        topology=topology,
+        roles=tuple(roles),
+        engine=engine,
+        work=work,
+        usages=tuple(usages),
+        seconds={},
+        host_bytes=_host_bytes(roles, topology, device, saves_later=plan.config.checkpointing.async_save),
+        checkpoint_bytes=sum(_checkpoint_bytes(role) for role in roles),
+        num_checkpoints=num_checkpoints(plan),
+        factors=factors,
+        problems=tuple(_problems(roles, engine, usages, topology, work, device)),
+    )
+    seconds = _seconds(planned, plan)
+    learned = {phase: value * factors.seconds.get(phase, 1.0) for phase, value in seconds.items()}
+    return replace(planned, seconds=learned)
+
+
+def num_checkpoints(plan: RunPlan) -> int | None:
+    """Return the maximum number of checkpoints at a time; None if all are kept, 0 if none is saved."""
+    saves = plan.config.checkpointing
+    if not saves.enabled:
+        return 0
+    # One more is being written, and the newest one is kept in addition if the others are the best by a metric.
+    return None if saves.keep_top_k is None else saves.keep_top_k + bool(saves.metric_name) + 1
+
+
+def fields_of(model: Any) -> tuple[dict[str, Any], str]:
+    """Return the fields of a model's config, and where they come from: its `config.json`, or the shapes that this
+    package has for its name. Both are empty if it has none."""
+    fields = hf_fields(model)
+    if fields:
+        return fields, "config.json"
+    published = published_fields(model.model_name)
+    if published:
+        return {**published, **model.hf_config_overrides}, "its published shape"
+    return {}, ""
+
+
+def _launch_seconds(accelerator: Accelerator) -> float:
+    # A core computes what it launches itself.
+    return LAUNCH_SECONDS / 2 if accelerator.name == CPU_NAME else LAUNCH_SECONDS
+
+
+def _role(role: str, model: ModelBackend, topology: Topology, device: Device, accelerator: Accelerator) -> RolePlan:
+    config, own = model.config, topology.devices(role)
+    found = RolePlan(
+        role=role,
+        section=model.section,
+        name=config.model_name,
+        basis="",
+        rank=None,
+        recomputed=None,
+        keeps_reference=model.spec.keeps_reference and not config.lora_cfg.enabled,
+        has_turns=topology.takes_turns(role),
+        ranks=own.count,
+        ranks_per_node=own.ranks,
+    )
+    fields, source = fields_of(config)
+    shape = Shape.of(fields) if fields else None
+    size = shape.size if shape is not None else None
+    if size is None and not config.hf_config_overrides:
+        source, size = "its name", size_of_name(config.model_name)
+    if size is None or model.plugin.memory is None:
+        return found
+    whole = size
+    if model.spec.role == "critic" or model.spec.role == "reward":
+        size = replace(size, head=0)
+    trained = ModelSize(0)
+    if model.spec.trains:
+        trained = trained_size(config, fields, size)
+        if config.lora_cfg.enabled:
+            trained = ModelSize(adapter_parameters(fields, config.lora_cfg) if fields else 0)
+            size = replace(size, layers=size.layers + trained.layers)
+    memory = model.plugin.memory(config, model.backend, size, own.count, trained=trained)
+    layout = RankLayout(data=own.count)
+    if model.plugin.layout is not None:
+        layout = model.plugin.layout(config, model.backend, own.count, device)
+    rank = TrainingRank(config, shape, size, trained, layout, memory)
+    recomputed = None
+    if trained.count:
+        room = None if accelerator.memory is None else _room(topology, role, accelerator.memory)
+        _, recomputed = rank.training(accelerator.memory, room)
+    return replace(found, basis=f"{whole.count / 10**9:.3g}B parameters by {source}", rank=rank, recomputed=recomputed)
+
+
+def _contexts(topology: Topology, active: str) -> float:
+    """Return what processes that do not compute now, and the active one, keep on a device beside tensors."""
+    sharing = topology.sharing if active in topology.sharing else (active,)
+    models = [name for name in sharing if name != GENERATION]
+    held = float(CONTEXT * max(1, len(models)))
+    if topology.devices(active).count > 1:
+        held += COMMUNICATORS
+    if GENERATION in sharing and active != GENERATION:
+        held += ASLEEP
+    return held
+
+
+def _room(topology: Topology, role: str, capacity: float) -> float:
+    return (capacity - _contexts(topology, role)) * (1 - GAPS)
+
+
+def _usages_of_model(
+    role: RolePlan, topology: Topology, accelerator: Accelerator, *, is_on_gpus: bool, engine: EngineRank | None
+) -> Iterator[Usage]:
+    rank = role.rank
+    if rank is None:
+        return
+    capacity = accelerator.memory
+    held, room = 0.0, None
+    if is_on_gpus and capacity is not None:
+        held, room = _contexts(topology, role.role), _room(topology, role.role, capacity)
+    extra: dict[str, float] = {"contexts and communicators": held} if held else {}
+    gaps = {"gaps between tensors": (capacity - held) * GAPS} if room is not None and capacity is not None else {}
+    reference = {"reference": rank.memory.weights} if role.keeps_reference else {}
+    waiting = {**reference, **({"offloaded parameters": rank.memory.host} if rank.memory.host else {})}
+    if role.trains:
+        parts, _ = rank.training(capacity if is_on_gpus else None, room)
+        yield Usage(role.role, TRAINING, {**parts, **extra, **gaps}, waiting)
+    if engine is not None or role.keeps_reference or not role.trains:
+        yield Usage(role.role, LOGPROBS, {**rank.forward(), **extra, **gaps}, waiting)
+    if role.role == POLICY and engine is not None:
+        staging = PENDING_PARTS * topology.device.bucket_bytes + rank.largest_tensor()
+        parts = {"weights": rank.state.get("weights", 0.0), "buffers of the transfer": staging}
+        if GENERATION in topology.sharing:
+            parts["engine's weights"] = engine.weights
+        yield Usage(role.role, SYNC, {**parts, **extra}, waiting)
+    if role.trains:
+        written = rank.largest_tensor()
+        saved = {name: size for name, size in rank.state.items() if name != "gradients"}
+        yield Usage(role.role, SAVE, {**saved, **extra}, {**waiting, "tensors being written": written})
+
+
+def _usage_of_engine(
+    engine: EngineRank, topology: Topology, accelerator: Accelerator, device: Device, work: Workload
+) -> Usage:
+    parts = engine.parts(accelerator, device, work.longest_row)
+    if device.runs_on_gpus:
+        parts = {**parts, "contexts and communicators": _contexts(topology, GENERATION)}
+    return Usage(GENERATION, GENERATING, parts, {})
+
+
+def _scaled(usage: Usage, factor: float) -> Usage:
+    return replace(usage, device={name: size * factor for name, size in usage.device.items()})
+
+
+def _engine(plan: RunPlan, topology: Topology, device: Device) -> EngineRank | None:
+    generation = plan.backends.generation
+    if generation is None or topology.num_servers:
+        return None
+    fields, _ = fields_of(generation.model)
+    shape = Shape.of(fields) if fields else None
+    size = shape.size if shape is not None else size_of_name(generation.model.model_name)
+    if size is None:
+        return None
+    is_shared = topology.takes_turns(GENERATION)
+    layout = EngineLayout(tensor=topology.replica_ranks)
+    if generation.plugin.engine_layout is not None:
+        layout = generation.plugin.engine_layout(generation.model, generation.backend, device, is_shared=is_shared)
+    return EngineRank(layout, shape, size, is_shared)
+
+
+def _host_bytes(roles: list[RolePlan], topology: Topology, device: Device, *, saves_later: bool) -> float:
+    """Return the host memory of a node: models that wait, references, offloaded parameters, and copies that are
+    written later; on the CPU all of it."""
+    total = 0.0
+    for role in roles:
+        if role.rank is None:
+            continue
+        memory = role.rank.memory
+        each = memory.host + (memory.weights if role.keeps_reference else 0.0)
+        if device.runs_on_gpus:
+            each += memory.kept if role.has_turns else 0.0
+            each += memory.kept if saves_later and role.trains else 0.0
+        else:
+            each += memory.device
+        total += each * role.ranks_per_node * (topology.num_nodes if device.is_logical else 1)
+    return total
+
+
+def _checkpoint_bytes(role: RolePlan) -> float:
+    """Return the bytes of a checkpoint: float32 weights and optimizer state of what trains, and Hugging Face files."""
+    rank = role.rank
+    if rank is None or not role.trains:
+        return 0.0
+    count = rank.trained.count
+    state = rank.memory.optimizer / rank.memory.gradients if rank.memory.gradients else 2.0
+    wide = 4 * count
+    files = rank.size.count * ITEM_BYTES[rank.model.precision]
+    return wide * (1 + state) + files
+
+
+def _problems(
+    roles: list[RolePlan],
+    engine: EngineRank | None,
+    usages: list[Usage],
+    topology: Topology,
+    work: Workload,
+    device: Device,
+) -> Iterator[str]:
+    for role in roles:
+        if role.rank is None:
+            yield f"the number of parameters of {role.name} ({role.section}) is not known here"
+        elif role.rank.shape is None:
+            yield (
+                f"the layers of {role.name} ({role.section}) are not known here: activations and time are not estimated"
+            )
+    if engine is None or not device.runs_on_gpus:
+        return
+    cache = next((usage.device.get("KV cache", 0.0) for usage in usages if usage.role == GENERATION), 0.0)
+    if cache <= 0:
+        yield (
+            f"the engine's weights take {engine.weights / 1e9:.1f} GB of each GPU, which leaves no memory for keys and "
+            "values: raise the engine's tensor_parallel_size"
+        )
+    elif engine.cache_of_token and cache < work.longest_row * engine.cache_of_token:
+        yield (
+            f"the KV cache holds {cache / engine.cache_of_token:,.0f} tokens, less than a row of {work.longest_row:,}: "
+            "raise the engine's tensor_parallel_size, or lower max_total_sequence_length"
+        )
+
+
+def _seconds(planned: Plan, plan: RunPlan) -> dict[str, float]:
+    machines, work, engine, topology = planned.machines, planned.work, planned.engine, planned.topology
+    found: dict[str, float] = {}
+    if engine is not None:
+        cache = next(usage.device.get("KV cache", 0.0) for usage in planned.usages if usage.role == GENERATION)
+        replicas = topology.num_replicas
+        found[GENERATING] = generation_seconds(engine, cache, work, replicas, machines)
+    for role in planned.roles:
+        rank = role.rank
+        if rank is None or rank.shape is None:
+            continue
+        forward = pass_seconds(rank, work, machines, recomputed=None, training=False)
+        is_policy = role.role == POLICY
+        reads = int(not is_policy or engine is not None) + int(role.keeps_reference)
+        name = LOGPROBS if is_policy or not role.trains else "values"
+        if reads and forward:
+            found[name] = found.get(name, 0.0) + reads * forward
+        if role.trains:
+            step = pass_seconds(rank, work, machines, recomputed=role.recomputed, training=True) * work.passes
+            step += optimizer_seconds(rank, work, machines)
+            found[TRAINING if is_policy else f"{role.role}_training"] = step
+        if role.has_turns and planned.device.runs_on_gpus:
+            moved = 2 * rank.memory.kept / machines.accelerator.host_rate
+            found[LOGPROBS] = found.get(LOGPROBS, 0.0) + moved
+        if is_policy and engine is not None:
+            is_shared = GENERATION in topology.sharing
+            found[SYNC] = sync_seconds(rank, engine, machines, is_shared=is_shared)
+    saves = plan.config.checkpointing
+    if saves.enabled and saves.save_period:
+        rate = DISK_RATE * topology.num_nodes
+        each = planned.checkpoint_bytes / rate
+        if saves.async_save:
+            each = sum(role.rank.memory.kept for role in planned.roles if role.rank and role.trains)
+            each /= machines.accelerator.host_rate
+        found[SAVE] = each / saves.save_period
+    return found

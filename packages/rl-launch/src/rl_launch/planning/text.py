@@ -1,0 +1,158 @@
+"""A plan for people, and as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from rl_launch.planning.changes import Change
+from rl_launch.planning.plan import Plan
+
+SCHEMA = 1
+"""Version of `as_json`; raised when a key changes its meaning or is removed."""
+
+
+def size(num_bytes: float) -> str:
+    """Return bytes in GB, such as `80.8 GB`, or in MB if they are few."""
+    return f"{num_bytes / 1e9:,.3g} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:,.3g} MB"
+
+
+def duration(seconds: float) -> str:
+    """Return seconds in words, such as `1.2 s` or `12 min`."""
+    if seconds < 120:
+        return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def verdict(plan: Plan) -> str:
+    """Return the verdict in one sentence."""
+    title = plan.machines.accelerator.title
+    where = f"{plan.num_devices} x {title}"
+    fullest, capacity = plan.fullest, plan.capacity
+    if fullest is None:
+        return f"{plan.recipe} on {where}: not estimated, because {'; '.join(plan.problems)}."
+    full = f"{fullest.phase} of the {fullest.role} takes most, {size(fullest.total)}"
+    if capacity is None:
+        return f"{plan.recipe} on {where}: {full}."
+    full = f"{full} of {size(capacity)}"
+    if plan.fits is None:
+        return f"{plan.recipe} on {where}: {full}; not all of it is estimated: {'; '.join(plan.problems)}."
+    if plan.fits:
+        return f"{plan.recipe} fits {where}: {full}."
+    reasons = "".join(f"; {problem}" for problem in plan.problems)
+    return f"{plan.recipe} does not fit {where}: {full}{reasons}."
+
+
+def lines(plan: Plan, *, price: float | None, change: Change | None) -> Iterator[str]:
+    """Yield a plan as lines of text.
+
+    Args:
+        plan: The plan.
+        price: Price of an hour of a device; None to leave out the cost.
+        change: Smallest change that fits, if the plan does not.
+    """
+    yield verdict(plan)
+    if plan.fits is False:
+        if change is None:
+            yield "No change of microbatches, layout, offloading or the number of GPUs that was tried fits."
+        else:
+            cost = f" ({change.remark})" if change.remark else ""
+            yield f"The smallest change that fits{cost}: {change.overrides}"
+            yield f"  a step then takes {duration(change.plan.step_seconds)}"
+    yield ""
+    for role in plan.roles:
+        if role.rank is not None:
+            layout = role.rank.layout
+            sizes = (("tensor", layout.tensor), ("context", layout.context), ("pipeline", layout.pipeline))
+            split = " x ".join(f"{name} {count}" for name, count in (*sizes, ("experts", layout.experts)) if count > 1)
+            shared = f"data {layout.data}{' x ' if split else ''}{split}"
+            again = f"; {role.recomputed} recomputed" if role.recomputed is not None else ""
+            yield f"{role.role}: {role.name}, {role.basis}, {role.ranks} ranks ({shared}){again}"
+    if plan.engine is not None:
+        layout, replicas = plan.engine.layout, plan.topology.num_replicas
+        own = "its own devices" if plan.topology.own.get("generation") else "the devices of the models"
+        yield f"generation: {replicas} replicas of {layout.num_ranks} ranks on {own}"
+    yield ""
+    yield "Memory of the fullest rank, GB:"
+    for usage in sorted(plan.usages, key=lambda usage: -usage.total):
+        yield f"  {usage.role + ', ' + usage.phase:<30} {usage.total / 1e9:>8,.3g}"
+        for name, taken in usage.device.items():
+            yield f"    {name:<28} {taken / 1e9:>8,.3g}"
+    yield f"  {'host memory of a node':<30} {plan.host_bytes / 1e9:>8,.3g}"
+    if plan.checkpoint_bytes:
+        count = plan.num_checkpoints
+        kept = "all are kept" if count is None else f"up to {count} at a time, {size(plan.checkpoint_bytes * count)}"
+        yield f"  {'a checkpoint on disk':<30} {plan.checkpoint_bytes / 1e9:>8,.3g}  {kept}"
+    if not plan.seconds:
+        return
+    yield ""
+    yield f"A step of {plan.work.num_rows:,} rows, {plan.work.num_tokens:,.0f} tokens:"
+    for phase, seconds in plan.seconds.items():
+        learned = plan.factors.seconds.get(phase)
+        factor = f"  (x {learned:.2f} by {len(plan.factors.runs)} runs)" if learned is not None else ""
+        yield f"  {phase:<30} {duration(seconds):>8}{factor}"
+    total = f"{plan.tokens_per_second:,.0f} tokens/s"
+    cost = f", {plan.cost(price):,.2f} a step at {price:g} per GPU hour" if price is not None else ""
+    yield f"  {'step':<30} {duration(plan.step_seconds):>8}  {total}{cost}"
+    yield ""
+    yield "Assumed: " + "; ".join((*plan.work.assumptions, *_assumptions(plan))) + "."
+
+
+def _assumptions(plan: Plan) -> Sequence[str]:
+    chip = plan.machines.accelerator
+    rates = (
+        f"products reach 63% of {chip.flops / 1e12:,.3g} TFLOP/s and kernels that move data 78% of "
+        f"{chip.memory_rate / 1e9:,.0f} GB/s"
+    )
+    learned = (
+        () if plan.factors.runs else ("no run on this device has corrected the times (rl plan --from RUN --learn)",)
+    )
+    return (rates, "environments and judges take no time", *learned)
+
+
+def search_lines(found: Sequence[Change], now: Plan) -> Iterator[str]:
+    """Yield the fastest layouts as lines of text, after the recipe's own."""
+    yield ""
+    yield f"Fastest layouts on the same devices (the recipe: {duration(now.step_seconds)}):"
+    if not found:
+        yield "  none that was tried fits"
+    for change in found:
+        fullest = change.plan.fullest
+        taken = size(fullest.total) if fullest is not None else ""
+        yield f"  {duration(change.plan.step_seconds):>8}  {taken:>8}  {change.overrides}"
+
+
+def as_json(plan: Plan, *, price: float | None, change: Change | None, found: Sequence[Change]) -> dict[str, Any]:
+    """Return a plan as plain data; bytes and seconds."""
+    fullest = plan.fullest
+
+    def changed(each: Change) -> dict[str, Any]:
+        return {"overrides": dict(each.values), "step_seconds": each.plan.step_seconds, "remark": each.remark}
+
+    return {
+        "schema": SCHEMA,
+        "recipe": plan.recipe,
+        "device": plan.machines.accelerator.name,
+        "num_devices": plan.num_devices,
+        "device_bytes": plan.capacity,
+        "fits": plan.fits,
+        "fullest": None if fullest is None else {"role": fullest.role, "phase": fullest.phase, "bytes": fullest.total},
+        "memory": [
+            {"role": usage.role, "phase": usage.phase, "device": dict(usage.device), "host": dict(usage.host)}
+            for usage in plan.usages
+        ],
+        "host_bytes": plan.host_bytes,
+        "checkpoint_bytes": plan.checkpoint_bytes,
+        "num_checkpoints": plan.num_checkpoints,
+        "seconds": dict(plan.seconds),
+        "step_seconds": plan.step_seconds,
+        "tokens": plan.work.num_tokens,
+        "tokens_per_second": plan.tokens_per_second,
+        "cost": None if price is None else plan.cost(price),
+        "factors": dict(plan.factors.seconds),
+        "learned_from": list(plan.factors.runs),
+        "assumptions": [*plan.work.assumptions, *_assumptions(plan)],
+        "problems": list(plan.problems),
+        "change": None if change is None else changed(change),
+        "search": [changed(each) for each in found],
+    }
