@@ -209,6 +209,45 @@ def test_judges_of_all_kinds_give_the_same_rewards_in_training_validation_and_ev
         assert [found[key][name] for name in same] == [own[name] for name in same]
 
 
+MARGIN = """
+async def margin(messages, answer, helpful):
+    best = [*messages[:-1], {"role": "assistant", "content": answer}]
+    return await helpful.score(messages) - await helpful.score(best)
+
+
+async def whole(messages, helpful):
+    return await helpful.score(messages)
+"""
+
+
+@exhaustive
+def test_functions_ask_a_reward_model_in_both_placements_and_in_validation(rl, tmp_path):
+    (tmp_path / "graded.py").write_text(MARGIN)
+    model = reward_model(tmp_path / "rm")
+    path, found = tmp_path / "scored.yaml", {}
+    for placement in ("{enabled: true}", "{enabled: false, resources: {gpus_per_node: 1}}"):
+        judge = f"  helpful: {{kind: reward_model, model_name: {model}, max_total_sequence_length: 64"
+        judges = f"{judge}, precision: float32, colocated: {placement}}}\n"
+        rewards = "      margin: graded.py:margin\n      whole: graded.py:whole\n      score: {judge: helpful}\n"
+        config = CONFIG.format(url="http://127.0.0.1:1/v1", model="none", judges=judges, rewards=rewards)
+        lines = (line for line in config.splitlines() if "outside" not in line and "nice" not in line)
+        path.write_text("\n".join(lines).replace("cpu_ranks_per_node: 1", "cpu_ranks_per_node: 2"))
+        folder = tmp_path / f"run-{len(found)}"
+        trained = rl("train", str(path), f"run_dir={folder}", "policy.generation.colocated.enabled=true")
+        assert trained.code == 0, trained.output
+        records = [each for step in rollouts_of(folder).values() for each in step]
+        validated = lines_of_file(folder / "rollouts" / "val_4.jsonl")
+        for record in (*records, *validated):
+            own = record["rewards"]
+            assert own["whole"] == pytest.approx(own["score"], abs=1e-5)
+            scores = [each["value"] for each in record["verdicts"] if each["judge"] == "helpful"]
+            assert own["margin"] == scores[0] - scores[1]
+            assert "conversation" not in record["info"]
+        found[placement] = [rewards_of(folder), sorted(map(str, (each["rewards"] for each in validated)))]
+    first, second = found.values()
+    assert first == second
+
+
 def lines_of_file(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 

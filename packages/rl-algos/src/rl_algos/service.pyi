@@ -41,6 +41,7 @@ from rl_algos.judges.agreement import read_labels as read_labels
 from rl_algos.judges.config import EndpointJudgeConfig as EndpointJudgeConfig
 from rl_algos.judges.config import GeneratorJudgeConfig as GeneratorJudgeConfig
 from rl_algos.judges.config import JudgeConfig as JudgeConfig
+from rl_algos.judges.config import functions_of_models as functions_of_models
 from rl_algos.judges.config import judge_sections as judge_sections
 from rl_algos.judges.config import judged_rewards as judged_rewards
 from rl_algos.judges.host import JudgeHostSpec as JudgeHostSpec

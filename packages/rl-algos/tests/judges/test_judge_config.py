@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
-from problem_fields import assert_fields
+from problem_fields import MENTIONS, assert_fields
 
 from rl_algos.grpo.plugin import PLUGIN as GRPO
 from rl_algos.judges.config import (
@@ -11,6 +11,7 @@ from rl_algos.judges.config import (
     GeneratorJudgeConfig,
     JudgesConfig,
     RewardModelJudgeConfig,
+    functions_of_models,
     judge_problems,
     judge_type,
     judged_rewards,
@@ -40,6 +41,35 @@ def test_a_judge_does_not_have_the_name_of_a_parameter_of_reward_functions():
     (problem,) = problems({"judge": "critic"}, messages=ENDPOINT)
     assert problem.key == "judges.messages"
     assert "parameter that every reward function may have" in str(problem)
+
+
+@pytest.fixture
+def graded(tmp_path):
+    path = tmp_path / "graded.py"
+    path.write_text(
+        "async def margin(response, helpful): ...\nasync def both(helpful, critic): ...\n"
+        "class Best:\n    async def __call__(self, response, *, helpful): ...\n"
+        "def plain(response): ...\n"
+    )
+    return str(path)
+
+
+def test_functions_that_take_a_reward_model_are_found_without_running_their_file(graded):
+    rewards = {name: f"{graded}:{name}" for name in ("margin", "Best", "plain")}
+    rewards |= {"format": "rl_core:thinking_format", "score": {"judge": "helpful"}}
+    config = root_of({"helpful": MODEL, "critic": ENDPOINT}, rewards)
+    assert functions_of_models(config) == {"chat": {"margin", "Best"}}
+    assert list(judge_problems(config)) == []
+    assert functions_of_models(root_of({"critic": ENDPOINT}, {"margin": f"{graded}:margin"})) == {}
+
+
+def test_a_function_asks_reward_models_or_language_models_and_scores_no_agents(graded):
+    (problem,) = problems(f"{graded}:both", helpful=MODEL)
+    assert_fields(problem, "env.chat.rewards.right", {MENTIONS: ["takes the judge critic", "Write two functions"]})
+    config = root_of({"helpful": MODEL}, {"right": f"{graded}:margin"})
+    object.__setattr__(config, "grpo", SimpleNamespace(agent=object()))
+    (problem,) = judge_problems(config)
+    assert_fields(problem, "env.chat.rewards.right", {MENTIONS: ["asks a reward model", "Use the score itself"]})
 
 
 def test_every_kind_has_its_type_in_algorithms_with_rollouts_and_in_evaluation():

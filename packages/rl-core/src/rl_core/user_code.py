@@ -12,7 +12,7 @@ import copyreg
 import dataclasses
 import difflib
 import hashlib
-import importlib
+import importlib.util
 import inspect
 import linecache
 import re
@@ -79,12 +79,8 @@ class SourceFile:
         Raises:
             ValueError: If it is not valid Python.
         """
-        try:
-            tree = ast.parse(self.text)
-        except SyntaxError as error:
-            raise ValueError(f"{self.path}:{error.lineno} is not valid Python: {error.msg}") from None
         names: dict[str, bool] = {}
-        for statement in tree.body:
+        for statement in self._tree.body:
             match statement:
                 case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
                     names[name] = True
@@ -99,6 +95,27 @@ class SourceFile:
                 case _:
                     return None
         return None if "*" in names else names
+
+    def parameters(self, name: str) -> frozenset[str]:
+        """Return the names of the parameters of a function that its text defines at its top, or of the method
+        `__call__` of such a class; empty for anything else.
+
+        Raises:
+            ValueError: If it is not valid Python.
+        """
+        found: ast.AST | None = next((each for each in self._tree.body if getattr(each, "name", None) == name), None)
+        if isinstance(found, ast.ClassDef):
+            found = next((each for each in found.body if getattr(each, "name", None) == "__call__"), None)
+        if not isinstance(found, ast.FunctionDef | ast.AsyncFunctionDef):
+            return frozenset()
+        return frozenset(each.arg for each in (*found.args.args, *found.args.kwonlyargs))
+
+    @cached_property
+    def _tree(self) -> ast.Module:
+        try:
+            return ast.parse(self.text)
+        except SyntaxError as error:
+            raise ValueError(f"{self.path}:{error.lineno} is not valid Python: {error.msg}") from None
 
     def load(self) -> ModuleType:
         """Its module, run once in this process.
@@ -186,6 +203,22 @@ class FromFile:
 
     def __str__(self) -> str:
         return f"{Path(self.source.path).name}:{self.name}"
+
+
+def parameters_of(path: str | FromFile) -> frozenset[str]:
+    """Return the names of the parameters of a function, without running the file or module that defines it; empty if
+    its text does not show them.
+
+    Args:
+        path: The function, as `"package.module:function"` or in a file of the user's.
+    """
+    if isinstance(path, FromFile):
+        return path.source.parameters(path.name)
+    module, _, name = path.rpartition(":")
+    found = importlib.util.find_spec(module)
+    if found is None or not (found.origin or "").endswith(".py"):
+        return frozenset()
+    return SourceFile.read(str(found.origin)).parameters(name)
 
 
 def place_of(target: Any) -> str:

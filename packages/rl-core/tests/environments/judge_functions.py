@@ -16,6 +16,10 @@ async def score(response, critic):
     return await critic.ask(response, NUMBER)
 
 
+async def scored(response, critic):
+    return await critic.score([{"role": "assistant", "content": response}])
+
+
 async def of_both(response, critic, strict):
     verdicts = await asyncio.gather(
         *(each.ask(f"{response}{index}", NUMBER) for each in (critic, strict) for index in "01")

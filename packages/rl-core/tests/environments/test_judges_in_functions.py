@@ -11,6 +11,7 @@ import pytest
 from pools import failures, pool, turn
 
 from rl_core.environments.reward_function import as_environment
+from rl_core.environments.rewards import VERDICTS
 from rl_core.errors import WorkerDied, WorkerError
 from rl_core.rollouts.environment import EnvironmentFailure, StepResult
 from rl_core.rollouts.judging import JudgeBudgetSpent, JudgeVerdict, Question
@@ -20,6 +21,7 @@ class ScriptedJudges:
     """Judges that do what a question says."""
 
     names = ("critic", "strict")
+    give_scores = False
 
     def __init__(self, seconds: float = 0.0) -> None:
         self.asked: list[tuple[str, str]] = []
@@ -59,6 +61,27 @@ def test_a_function_asks_several_judges_at_once() -> None:
     [found] = stepped("of_both", "abc", judges=judges)
     assert found.reward == {"part0": 4.0, "part1": 4.0, "part2": 4.0, "part3": 4.0}
     assert sorted(judges.asked) == [("critic", "abc0"), ("critic", "abc1"), ("strict", "abc0"), ("strict", "abc1")]
+
+
+def test_a_reward_model_gives_scores_and_a_language_model_answers() -> None:
+    models = ScriptedJudges()
+    models.give_scores = True
+    [found, alone] = stepped("scored", "abc", "", judges=models)
+    assert (found.reward, alone.reward) == (3.0, 0.0)
+    [record] = found.info[VERDICTS]
+    question = Question(({"role": "assistant", "content": "abc"},))
+    assert record == {"judge": "critic", "question": question.digest, "answer": "", "value": 3.0, "cached": False}
+    [asked] = stepped("score", "abc", judges=models)
+    assert "critic is a reward model, which has scores: await critic.score(messages)" in asked.reason
+    [scored] = stepped("scored", "abc")
+    assert "critic is a language model, which has no scores: await critic.ask(prompt)" in scored.reason
+
+
+def test_verdicts_are_recorded_with_the_conversation_that_they_are_on() -> None:
+    outcomes = stepped("of_both", "abc", "d", max_batch=2)
+    found = [[each["value"] for each in outcome.info[VERDICTS]] for outcome in outcomes]
+    assert found == [[4.0] * 4, [2.0] * 4]
+    assert all(VERDICTS not in each.info for each in stepped("listed", "a", "bb", max_batch=2))
 
 
 def test_functions_of_lists_and_classes_ask_too() -> None:

@@ -69,8 +69,11 @@ def test_judges_are_not_asked_and_a_function_that_asks_one_is_not_judged_by_what
     [problem] = try_out([replace(trial("def score(response, critic): ..."), judges=("critic",))]).problems
     assert "make it an async function" in problem
     [problem] = try_out([replace(trial(asks), reward_models=("critic",))]).problems
-    assert "judges.critic is a reward model" in problem
-    assert "env.NAME.rewards.critic={judge: critic}" in problem
+    assert "judges.critic is a reward model, which only functions under env.NAME.rewards can ask" in problem
+    scores = "async def score(messages, critic):\n    return await critic.score(messages)\n"
+    of_model = replace(trial(scores), judges=("strict",), reward_models=("critic",), is_scored=True)
+    verdict = try_out([of_model])
+    assert (verdict.problems, verdict.warnings) == ([], [])
 
 
 def test_a_notebook_tries_environments_in_its_running_loop(trial):

@@ -12,8 +12,11 @@ from rl_algos.judges.answers import REQUEST_TOKENS
 from rl_algos.judges.rubrics import Rubric
 from rl_core.config import Config, PathText, Problem, ProblemError, WhenChanged, did_you_mean, is_changed
 from rl_core.environments.config import EnvironmentConfig
+from rl_core.environments.instance import instance_of, problem_with
 from rl_core.environments.reward_function import OFFERED
+from rl_core.environments.rewards import RewardPart, RewardSum
 from rl_core.model_config import ModelConfig
+from rl_core.user_code import parameters_of
 
 JUDGES = "judges"
 """Section of the judges."""
@@ -259,7 +262,49 @@ def judge_problems(config: JudgesRoot) -> Iterator[Problem]:
                     Rubric.read(reward)
                 except ValueError as error:
                     yield Problem(f"{key}.rubric", str(error), got=reward.rubric)
+    yield from _functions_that_cannot_ask(config)
     yield from _unread_keys(config)
+
+
+def functions_of_models(config: JudgesRoot) -> dict[str, frozenset[str]]:
+    """Return the functions of `env.<name>.rewards` that take a reward model by the name of a parameter, by environment;
+    environments without any are left out. Files are read, and not run."""
+    models = {name for name, judge in judge_sections(config).items() if isinstance(judge, RewardModelJudgeConfig)}
+    if not models:
+        return {}
+    found = {
+        name: frozenset(part.name for part in parts if parameters_of(part.function) & models)
+        for name, parts in _functions(config)
+    }
+    return {name: parts for name, parts in found.items() if parts}
+
+
+def _functions(config: JudgesRoot) -> Iterator[tuple[str, tuple[RewardPart, ...]]]:
+    """Yield the environments with functions under `rewards`, and these; problems with them are found elsewhere."""
+    for name, section in dict(config.env).items():
+        if isinstance(section, EnvironmentConfig) and section.rewards and not problem_with(name, config.env):
+            environment = instance_of(config.env, name).environment
+            yield name, environment.parts if isinstance(environment, RewardSum) else ()
+
+
+def _functions_that_cannot_ask(config: JudgesRoot) -> Iterator[Problem]:
+    """Yield functions that ask reward models and need what there is only while rollouts are sampled."""
+    later, judges = functions_of_models(config), judge_sections(config)
+    others = {name for name, judge in judges.items() if not isinstance(judge, RewardModelJudgeConfig)}
+    agent = next((each for each in vars(config).values() if getattr(each, "agent", None) is not None), None)
+    for name, parts in _functions(config):
+        for part in parts:
+            if part.name not in later.get(name, ()):
+                continue
+            key, parameters = f"env.{name}.rewards.{part.name}", parameters_of(part.function)
+            if asked := sorted(parameters & others):
+                reason = f"takes the judge {asked[0]}, a language model, and a reward model"
+                remedy = "Write two functions: reward models are asked later than language models"
+                yield Problem(key, reason, got=str(part.function), remedy=remedy)
+            if agent is not None:
+                reason = "asks a reward model, which functions that score agents cannot do"
+                remedy = f"Use the score itself: env.{name}.rewards.{part.name}={{judge: NAME}}"
+                yield Problem(key, reason, got=str(part.function), remedy=remedy)
 
 
 def _unread_keys(config: JudgesRoot) -> Iterator[Problem]:

@@ -12,12 +12,17 @@ import numpy as np
 
 from rl_core.data.batch import Batch
 from rl_core.data.ragged import Ragged
+from rl_core.environments.rewards import VERDICTS, merged_info
 from rl_core.images import image_digests
 from rl_core.rollouts.group import LOSS_MASK, RECORD, SAID, RolloutGroup
 from rl_core.rollouts.judging import JudgedReward, JudgedRollout
 from rl_core.rollouts.record import turns_of
 from rl_core.rollouts.rollout import Message, Prompt, Rollout, Turn
 from rl_core.rollouts.thoughts import final_text
+
+CONVERSATION = "conversation"
+"""Entry of a rollout's `info` with its last conversation as plain values, until functions have scored it."""
+_OF_VERDICT: Mapping[str, type] = {"judge": str, "question": str, "answer": str, "cached": bool}
 
 
 @dataclass(frozen=True)
@@ -27,11 +32,14 @@ class JudgingSpec:
     Args:
         weights: Weight of each reward by a language model, by environment and reported name.
         scored: Environments whose rollouts reward models score after that, so that their conversations stay with them.
+        later: Environments with functions that score rollouts after that, so that their last conversation stays with
+            them.
         engines: Judges that the engines of a rollout worker serve.
     """
 
     weights: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     scored: frozenset[str] = frozenset()
+    later: frozenset[str] = frozenset()
     engines: tuple[Any, ...] = ()
 
 
@@ -74,6 +82,20 @@ def with_rewards(
     return replace(rollout, rewards=credit.rewards, turns=turns, verdicts=verdicts)
 
 
+def given_verdicts(info: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[Mapping[str, Any], ...]]:
+    """Return the `info` of an environment's answer without the verdicts that its functions were given, and these.
+    Anything else in their place is left out."""
+    listed = info.get(VERDICTS, ())
+    verdicts = tuple(
+        each
+        for each in (listed if isinstance(listed, list) else ())
+        if isinstance(each, Mapping)
+        and each.keys() == {*_OF_VERDICT, "value"}
+        and all(isinstance(each[name], kind) for name, kind in _OF_VERDICT.items())
+    )
+    return {name: value for name, value in info.items() if name != VERDICTS}, verdicts
+
+
 def group_with_rewards(
     group: RolloutGroup, rewards: Sequence[Mapping[str, JudgedReward]], weights: Mapping[str, float]
 ) -> RolloutGroup:
@@ -87,14 +109,21 @@ def group_with_rewards(
     """
     reports, records = group.rollouts, [bytes(each) for each in group.records.ragged(RECORD)]
     columns: dict[str, list[Any]] = {
-        name: list(getattr(reports, name)) for name in ("rewards", "status", "failure", "num_sampled", "spans", "turns")
+        name: list(getattr(reports, name))
+        for name in ("rewards", "status", "failure", "num_sampled", "spans", "turns", "info")
     }
     for place, given in enumerate(rewards):
-        if not given:
+        if not given and f'"{CONVERSATION}":'.encode() not in records[place]:
             continue
         credit = Credit.of(reports.rewards[place], reports.num_turns[place], given, weights)
         described = json.loads(records[place])
-        described["verdicts"] = [*described.get("verdicts", ()), *credit.verdicts]
+        described["info"].pop(CONVERSATION, None)
+        for reward in given.values():
+            described["info"] = merged_info(described["info"], reward.info)
+            numbers = {name: value for name, value in reward.info.items() if isinstance(value, int | float)}
+            columns["info"][place] = {**columns["info"][place], **numbers}
+        if verdicts := [*described.get("verdicts", ()), *credit.verdicts]:
+            described["verdicts"] = verdicts
         changed: dict[str, Any] = {"rewards": credit.rewards}
         if credit.failure:
             changed = {"rewards": {}, "status": "failed", "failure": credit.failure, "num_sampled": 0}

@@ -10,6 +10,7 @@ from rl_algos.judges.config import (
     EndpointJudgeConfig,
     GeneratorJudgeConfig,
     RewardModelJudgeConfig,
+    functions_of_models,
     judge_sections,
     judged_rewards,
 )
@@ -44,7 +45,10 @@ def with_judges(needs: RolloutNeeds, config: Any) -> RolloutNeeds:
         for name, judge in judges.items()
         if isinstance(judge, GeneratorJudgeConfig) and engine_of(name, judge)
     )
-    return replace(needs, opponents=(*needs.opponents, *engines), judges=judges, judged=judged, scored=scored)
+    later = functions_of_models(config)
+    return replace(
+        needs, opponents=(*needs.opponents, *engines), judges=judges, judged=judged, scored=scored, later=later
+    )
 
 
 def language_judges(config: Any) -> dict[str, EndpointJudgeConfig | GeneratorJudgeConfig]:

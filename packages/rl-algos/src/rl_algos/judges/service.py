@@ -56,6 +56,8 @@ class JudgeService:
         names: Names of the judges.
     """
 
+    give_scores = False
+
     def __init__(
         self,
         judges: Mapping[str, EndpointJudgeConfig | GeneratorJudgeConfig],

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
-from rl_algos.judges.config import RewardModelJudgeConfig, judge_sections, judged_rewards
+from rl_algos.judges.config import RewardModelJudgeConfig, functions_of_models, judge_sections, judged_rewards
 from rl_algos.losses.tokens import DraftLoss
 from rl_algos.rollouts.config import (
     DRAFTER,
@@ -23,6 +23,7 @@ from rl_algos.rollouts.data import RolloutData
 from rl_algos.rollouts.driver.judged import JudgedSource, ModelJudges
 from rl_algos.rollouts.driver.live_source import LiveSource, ServingCanary, UserPrompts
 from rl_algos.rollouts.driver.mixture import Mixture
+from rl_algos.rollouts.driver.scoring_functions import ScoringFunctions
 from rl_algos.rollouts.driver.source import PacedRolloutSource
 from rl_algos.rollouts.driver.steps import Drafter, RolloutSteps
 from rl_algos.rollouts.driver.task_evaluation import TaskEvaluation
@@ -37,6 +38,7 @@ from rl_algos.rollouts.worker.programs import (
     files_named,
     program_named,
 )
+from rl_core.environments.instance import instance_of
 from rl_core.model import Model
 from rl_core.model_config import GenerationConfig
 from rl_core.plugins import RolloutNeeds
@@ -185,7 +187,8 @@ def model_judges(config: Any, models: Mapping[str, Model]) -> ModelJudges | None
         environment: {name: rubric for name, rubric in parts.items() if rubric.judge in asked}
         for environment, parts in judged_rewards(config).items()
     }
-    return ModelJudges(asked, rewards)
+    own = {name: instance_of(config.env, name).only(parts) for name, parts in functions_of_models(config).items()}
+    return ModelJudges(asked, rewards, ScoringFunctions(own, asked) if own else None)
 
 
 def source_of(

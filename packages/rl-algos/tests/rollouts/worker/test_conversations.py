@@ -2,11 +2,13 @@
 
 import asyncio
 import dataclasses
+import json
 import logging
 
 import numpy as np
 import pytest
 
+from rl_algos.judges.judged import CONVERSATION
 from rl_algos.rollouts.worker.conversations import _WARNED, Conversations, turn_digest
 from rl_core.errors import EnvironmentFailed
 from rl_core.rollouts.environment import Conversation, EnvironmentFailure, KeptState, Resumption, StepResult, ToolCall
@@ -53,6 +55,21 @@ def play(environment, *turns, earlier=(), seed=3):
 
 def turns_of(*numbers, id="a", text="go"):
     return [turn(number, text, id) for number in numbers]
+
+
+def test_the_answer_that_ends_a_conversation_has_it_for_functions_that_score_later() -> None:
+    async def run():
+        conversations = Conversations(Counter(last=2), "counter", 3, (), keeps_last=True)
+        call = ToolCall("add", {"a": 1}, id="c0")
+        shown = dataclasses.replace(turn(1), messages=({"role": "user", "content": "?"},), tool_calls=(call,))
+        return shown, [await conversations.step(each) for each in (turn(0), shown)]
+
+    shown, (first, last) = asyncio.run(run())
+    assert first.info == {}
+    kept = json.loads(json.dumps(last.info[CONVERSATION]))
+    again = Conversation.from_plain(shown.id, shown.info, kept)
+    assert again == shown
+    assert again.completion_ids.tolist() == [1]
 
 
 @pytest.fixture(autouse=True)

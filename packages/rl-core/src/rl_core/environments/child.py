@@ -184,8 +184,9 @@ class Child:
         output = await ProcessOutput.read_from(printed, f"{spec.title}, process {popen.pid}")
         child = cls(spec, popen, streams, output, parent_pipe)
         try:
-            names = () if spec.judges is None else spec.judges.names
-            build = ("build", spec.environment, spec.config, spec.title, spec.memory, names)
+            judges = spec.judges
+            gives_scores = {} if judges is None else dict.fromkeys(judges.names, judges.give_scores)
+            build = ("build", spec.environment, spec.config, spec.title, spec.memory, gives_scores)
             built = await child.request(build, START_TIMEOUT_S)
             if isinstance(built, WorkerError):
                 raise built
@@ -283,9 +284,9 @@ class Child:
                 left_s = when - loop.time()
                 limit.reschedule(None)
             num_waiting += 1
-            value, failure = None, ""
+            value, failure, is_cached = None, "", False
             try:
-                value, failure = await self._verdict(ask)
+                value, failure, is_cached = await self._verdict(ask)
             except JudgeBudgetSpent as error:
                 spent.append(error)
                 failure = str(error)
@@ -297,7 +298,7 @@ class Child:
                     limit.reschedule(loop.time() + left_s)
             # The read below reports a process that has ended.
             with contextlib.suppress(ConnectionError):
-                await self._write(("verdict", ask.number, value, failure))
+                await self._write(("verdict", ask.number, value, failure, is_cached))
 
         is_over = False
         max_bytes = max_reply_bytes(message)
@@ -326,13 +327,13 @@ class Child:
             return [Answer(EnvironmentFailure(str(spent[0]), "budget")) for _ in message[1]]
         return reply
 
-    async def _verdict(self, ask: Ask) -> tuple[Any, str]:
-        """Return the verdict of a judge, or the reason that there is none."""
+    async def _verdict(self, ask: Ask) -> tuple[Any, str, bool]:
+        """Return the verdict of a judge, or the reason that there is none, and whether nobody had to be asked."""
         judges = self._spec.judges
         if judges is None or ask.judge not in judges.names:
             raise JudgeFailed(f"there is no judge {ask.judge!r:.80}")
         [verdict] = await judges.ask(ask.judge, [ask.question])
-        return verdict.value, verdict.failure
+        return verdict.value, verdict.failure, verdict.is_cached
 
     async def _write(self, message: Message) -> None:
         data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)

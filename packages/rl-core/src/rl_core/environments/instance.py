@@ -52,6 +52,20 @@ class EnvironmentInstance:
         """Return whether it is the user's, rather than installed under a name."""
         return ":" in (self.config.type or self.name) or bool(self.config.rewards)
 
+    def without(self, parts: Collection[str]) -> EnvironmentInstance:
+        """Return it without these functions of `rewards`, by reported name."""
+        if not parts:
+            return self
+        assert isinstance(self.environment, RewardSum), "only sections with `rewards` have parts"
+        kept = tuple(part for part in self.environment.parts if part.name not in parts)
+        return replace(self, environment=replace(self.environment, parts=kept))
+
+    def only(self, parts: Collection[str]) -> EnvironmentInstance:
+        """Return an environment of these functions of `rewards` alone, by reported name."""
+        assert isinstance(self.environment, RewardSum), "only sections with `rewards` have parts"
+        kept = tuple(part for part in self.environment.parts if part.name in parts)
+        return replace(self, environment=RewardSum(None, kept), requirement=Requirement("rl-core"))
+
     @property
     def label(self) -> str:
         """Its name in messages and logs; for one in a file, without the folder."""

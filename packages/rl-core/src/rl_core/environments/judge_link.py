@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from rl_core.environments.messages import Ask, write_ask
@@ -13,6 +15,10 @@ from rl_core.rollouts.rollout import Message
 
 if TYPE_CHECKING:
     import asyncio
+
+
+GIVEN: ContextVar[list[dict[str, Any]] | None] = ContextVar("GIVEN", default=None)
+"""Records of the verdicts on the conversation that a function scores; None in a call that scores several."""
 
 
 class JudgeLink:
@@ -35,8 +41,8 @@ class JudgeLink:
         """Note that a call of `step` begins."""
         self._call += 1
 
-    async def ask(self, judge: str, question: Question) -> Any:
-        """Return the verdict of a judge.
+    async def ask(self, judge: str, question: Question) -> tuple[Any, bool]:
+        """Return the verdict of a judge, and whether nobody had to be asked.
 
         Raises:
             JudgeFailed: If there is none.
@@ -55,7 +61,8 @@ class JudgeLink:
         self._waiting[number] = answer
         try:
             self._send(data)
-            return await answer
+            value, is_cached = await answer
+            return value, is_cached
         finally:
             del self._waiting[number]
             if not self._waiting:
@@ -63,14 +70,14 @@ class JudgeLink:
 
     def _read(self) -> None:
         match self._receive():
-            case "verdict", number, value, failure:
+            case "verdict", number, value, failure, is_cached:
                 answer = self._waiting.get(number)
                 if answer is None or answer.done():
                     return
                 if failure:
                     answer.set_exception(JudgeFailed(failure))
                 else:
-                    answer.set_result(value)
+                    answer.set_result((value, is_cached))
             case _:
                 # The pool has closed the stream, and nobody reads what this process would do next.
                 os._exit(0)
@@ -82,18 +89,37 @@ class AskedJudge:
     Args:
         name: Name of the judge.
         link: Connection to it.
+        gives_scores: True if it is a reward model.
     """
 
-    def __init__(self, name: str, link: JudgeLink) -> None:
+    def __init__(self, name: str, link: JudgeLink, *, gives_scores: bool = False) -> None:
         self._name = name
         self._link = link
+        self._gives_scores = gives_scores
 
     async def ask(self, prompt: str | Sequence[Message], form: Mapping[str, Any] | None = None) -> Any:
+        if self._gives_scores:
+            raise JudgeFailed(f"{self._name} is a reward model, which has scores: await {self._name}.score(messages)")
         messages = ({"role": "user", "content": prompt},) if isinstance(prompt, str) else tuple(prompt)
-        return await self._link.ask(self._name, Question(messages, form))
+        return await self._verdict(Question(messages, form))
 
     async def score(self, messages: Sequence[Message]) -> float:
-        raise JudgeFailed(
-            f"{self._name} has no scores in a reward function. Add its score to the rewards of the environment: "
-            f"env.NAME.rewards.{self._name}={{judge: {self._name}}}"
-        )
+        if not self._gives_scores:
+            raise JudgeFailed(f"{self._name} is a language model, which has no scores: await {self._name}.ask(prompt)")
+        return float(await self._verdict(Question(tuple(messages))))
+
+    async def _verdict(self, question: Question) -> Any:
+        record: dict[str, Any] = {"judge": self._name, "question": question.digest}
+        # Records are in the order of the questions, and not of their answers.
+        given = GIVEN.get()
+        if given is not None:
+            given.append(record)
+        try:
+            value, is_cached = await self._link.ask(self._name, question)
+        except BaseException:
+            if given is not None:
+                given.remove(record)
+            raise
+        answer = "" if self._gives_scores else json.dumps(value)
+        record.update(answer=answer, value=value, cached=is_cached)
+        return value

@@ -9,7 +9,7 @@ A message is answered with:
   process ends.
 - `"step", conversations, saved`: a list of `Answer`. The conversations are pickled; `saved` has the states to restore
   first, by the index of their conversation. Before it, the process may send questions to judges (`Ask`), and each is
-  answered by `"verdict", number, value, failure`, in the order in which the answers come.
+  answered by `"verdict", number, value, failure, is_cached`, in the order in which the answers come.
 - `"abandon", ids`: None, or a string if closing the states of these conversations raised.
 - `"close"`: the end of the stream, after every state was closed.
 """

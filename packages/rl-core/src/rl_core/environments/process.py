@@ -225,10 +225,10 @@ def serve(connection: socket.socket) -> None:
 
     if (build := receive()) is None:
         return
-    _, environment, config, name, memory, judges = build
+    _, environment, config, name, memory, gives_scores = build
     link = JudgeLink(connection, receive, reply)
     try:
-        asked = {each: AskedJudge(each, link) for each in judges}
+        asked = {each: AskedJudge(each, link, gives_scores=scores) for each, scores in gives_scores.items()}
         target, built = _load(environment, name, pickle.loads(config), asked)
         _saves(built, type(built).__name__)
     except MemoryError:

@@ -14,8 +14,9 @@ from operator import attrgetter
 from types import FrameType
 from typing import Any
 
+from rl_core.environments.judge_link import GIVEN
 from rl_core.environments.messages import STACKS, read_value, write_value
-from rl_core.environments.rewards import LOG_PARAMETERS, RewardLog, merged_info
+from rl_core.environments.rewards import LOG_PARAMETERS, VERDICTS, RewardLog, merged_info
 from rl_core.rollouts.environment import (
     Conversation,
     Environment,
@@ -219,8 +220,12 @@ class _RewardFunction:
         if not arguments.are_lists:
             logs = [RewardLog(self._name, 1) for _ in conversations]
             pairs = zip(conversations, logs, strict=True)
-            rewards = self._called([arguments.of(each) | arguments.logs_of(log) for each, log in pairs])
-            infos = [log.infos()[0] for log in logs]
+            given: list[list[dict[str, Any]]] = [[] for _ in conversations]
+            rewards = self._called([arguments.of(each) | arguments.logs_of(log) for each, log in pairs], given)
+            infos = [
+                merged_info(log.infos()[0], {VERDICTS: own} if own else {})
+                for log, own in zip(logs, given, strict=True)
+            ]
         else:
             log = RewardLog(self._name, len(conversations))
             [returned] = self._called([arguments.of_many(conversations) | arguments.logs_of(log)])
@@ -250,8 +255,10 @@ class _RewardFunction:
     def close(self, states: Sequence[Any]) -> None:
         pass
 
-    def _called(self, arguments: Sequence[Mapping[str, Any]]) -> list[Any]:
-        async def judged(call: Awaitable[Any]) -> Any:
+    def _called(self, arguments: Sequence[Mapping[str, Any]], given: Sequence[list[dict[str, Any]]] = ()) -> list[Any]:
+        async def judged(call: Awaitable[Any], own: list[dict[str, Any]]) -> Any:
+            # Each call is a task, whose context is its own.
+            GIVEN.set(own)
             # A judge that fails costs this conversation, and not the others of the call.
             try:
                 return await call
@@ -262,7 +269,9 @@ class _RewardFunction:
             return [self._score(**each) for each in arguments]
         if self._arguments.are_lists:
             return self._gather(lambda: [self._score(**each) for each in arguments])
-        return self._gather(lambda: [judged(self._score(**each)) for each in arguments])
+        return self._gather(
+            lambda: [judged(self._score(**each), own) for each, own in zip(arguments, given, strict=True)]
+        )
 
 
 def _is_async(function: Callable[..., Any]) -> bool:

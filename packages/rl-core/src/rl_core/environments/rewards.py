@@ -25,6 +25,8 @@ LOG_PARAMETERS = ("log_metric", "log_extra")
 
 EXTRA = "extra"
 """Entry of a rollout's `info` with the values of `log_extra`, by column."""
+VERDICTS = "verdicts"
+"""Entry of `info` with the verdicts that a function was given, until they are recorded with the rollout."""
 
 _RECORDED = (type(None), bool, int, float, str, list, tuple, dict, np.generic, np.ndarray)
 
@@ -164,9 +166,12 @@ class RewardLog:
 
 
 def merged_info(info: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """Join the `info` of two rewards of one turn; columns of `log_extra` of both stay."""
+    """Join the `info` of two rewards of one turn; columns of `log_extra` and verdicts of both stay."""
     extras = [each[EXTRA] for each in (info, other) if isinstance(each.get(EXTRA), Mapping)]
+    verdicts = [each[VERDICTS] for each in (info, other) if isinstance(each.get(VERDICTS), list)]
     joined = {**info, **other}
+    if len(verdicts) == 2:
+        joined[VERDICTS] = [*verdicts[0], *verdicts[1]]
     return joined if len(extras) < 2 else {**joined, EXTRA: {**extras[0], **extras[1]}}
 
 

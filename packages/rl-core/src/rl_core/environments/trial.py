@@ -65,22 +65,23 @@ class Trial:
         instance: The environment.
         attempts: Attempts in order; the attempts at one row are adjacent.
         judges: Names of the judges that its reward functions may ask. They are not asked before a run starts.
-        reward_models: Names of the judges that score rollouts after their groups have ended, so that no function can
-            ask them.
+        reward_models: Names of the reward models of the run.
+        is_scored: True if its functions may ask these instead.
     """
 
     instance: EnvironmentInstance
     attempts: Sequence[Attempt]
     judges: tuple[str, ...] = ()
     reward_models: tuple[str, ...] = ()
+    is_scored: bool = False
 
     def remedy_of(self, reason: str) -> str:
         """Return what to do about a function that asks for a reward model by name, as a sentence; empty for others."""
         for name in self.reward_models:
             if f"asks for {name!r}" in reason:
                 return (
-                    f" judges.{name} is a reward model, which scores rollouts when their groups have ended, and not in "
-                    f"functions. Add its score as a reward: env.NAME.rewards.{name}={{judge: {name}}}"
+                    f" judges.{name} is a reward model, which only functions under env.NAME.rewards can ask, as in "
+                    f"env.NAME.rewards.{name}=file.py:function"
                 )
         return ""
 
@@ -90,13 +91,14 @@ class UnaskedJudges:
 
     Args:
         names: Their names.
+        give_scores: True if they are reward models.
 
     Attributes:
         num_asked: Number of questions.
     """
 
-    def __init__(self, names: tuple[str, ...]) -> None:
-        self.names = names
+    def __init__(self, names: tuple[str, ...], *, give_scores: bool = False) -> None:
+        self.names, self.give_scores = names, give_scores
         self.num_asked = 0
 
     async def ask(self, judge: str, questions: Sequence[Question]) -> list[JudgeVerdict]:
@@ -166,7 +168,7 @@ def main() -> None:
 
 async def _try_one(trial: Trial, verdict: Verdict) -> None:
     instance, config = trial.instance, trial.instance.config
-    judges = UnaskedJudges(trial.judges)
+    judges = UnaskedJudges(trial.reward_models if trial.is_scored else trial.judges, give_scores=trial.is_scored)
     one = config.model_copy(update={"num_workers": 1})
     pool = EnvironmentPool.of(instance.environment, one, name=instance.label, judges=judges)
     slow = asyncio.get_running_loop().call_later(SLOW_S, logger.info, _SLOW, instance.label, SLOW_S)

@@ -31,6 +31,8 @@ class RemoteJudges:
         names: Names of the judges that can be asked.
     """
 
+    give_scores = False
+
     def __init__(self, actor_name: str, names: tuple[str, ...]) -> None:
         self._actor_name = actor_name
         self.names = names

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 from urllib.parse import urlsplit
 
@@ -144,6 +144,10 @@ class KeptState:
     saved: bytes | None = None
 
 
+_PLAIN = ("completion", "truncated", "turn", "num_prompt_messages", "is_text", "opened_thoughts", "agent", "seed")
+"""Fields of a `Conversation` that are plain values."""
+
+
 @dataclass(frozen=True)
 class Conversation:
     """A rollout as an environment sees it.
@@ -188,6 +192,37 @@ class Conversation:
     agent_run: AgentRun | None = None
     seed: int = 0
     resumption: Resumption | None = field(default=None, compare=False)
+
+    def plain(self) -> dict[str, Any]:
+        """Return it as values that JSON has, without the prompt's info, for `from_plain`."""
+        ids = self.completion_ids
+        return {
+            **{name: getattr(self, name) for name in _PLAIN},
+            "messages": [dict(message) for message in self.messages],
+            "tool_calls": [asdict(call) for call in self.tool_calls],
+            "completion_ids": None if ids is None else ids.tolist(),
+            "trainer_state": asdict(self.trainer_state),
+        }
+
+    @classmethod
+    def from_plain(cls, id: str, info: Mapping[str, Any], values: Mapping[str, Any]) -> Conversation:
+        """Return the conversation of values that `plain` gave.
+
+        Args:
+            id: Its id, unique among those in progress.
+            info: Info of the prompt.
+            values: The values.
+        """
+        ids = values["completion_ids"]
+        return cls(
+            id=id,
+            info=info,
+            messages=tuple(values["messages"]),
+            tool_calls=tuple(ToolCall(**call) for call in values["tool_calls"]),
+            completion_ids=None if ids is None else np.asarray(ids, dtype=np.int32),
+            trainer_state=TrainerState(**values["trainer_state"]),
+            **{name: values[name] for name in _PLAIN},
+        )
 
     @property
     def final_text(self) -> str:

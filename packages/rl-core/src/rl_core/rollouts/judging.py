@@ -100,12 +100,14 @@ class JudgedReward:
         turns: Rewards of its turns, in order, which add up to the value; empty if they were not judged one by one.
         failure: Reason in one line that there is no reward; empty if there is one.
         verdicts: Records for people: judge, question, answer, value and whether nobody was asked.
+        info: Recorded with the rollout, as `rl_core.rollouts.environment.StepResult.info` is.
     """
 
     value: float | None
     turns: tuple[float, ...] = ()
     failure: str = ""
     verdicts: tuple[Mapping[str, Any], ...] = ()
+    info: Mapping[str, Any] = field(default_factory=dict)
 
 
 class JudgeClient(Protocol):
@@ -113,9 +115,12 @@ class JudgeClient(Protocol):
 
     Attributes:
         names: Names of the judges that can be asked.
+        give_scores: True if they are reward models. A question is then a conversation, and its verdict the score of
+            the last message.
     """
 
     names: tuple[str, ...]
+    give_scores: bool
 
     async def ask(self, judge: str, questions: Sequence[Question]) -> list[JudgeVerdict]:
         """Return the verdicts of a judge, in order; those that it could not give have a failure.
@@ -136,6 +141,9 @@ class Judge(Protocol):
     async def ask(self, prompt: str | Sequence[Message], form: Mapping[str, Any] | None = None) -> Any:
         """Ask a language model.
 
+        A reward model cannot be asked, and a language model has no scores: the other method raises a `JudgeFailed`
+        with the remedy.
+
         Args:
             prompt: Question, or a conversation that ends with it.
             form: JSON schema of the answer; None for free text.
@@ -148,6 +156,14 @@ class Judge(Protocol):
         """
 
     async def score(self, messages: Sequence[Message]) -> float:
-        """Raise a `JudgeFailed` with the remedy: reward models score rollouts when their groups have ended, by the
-        entries of `env.NAME.rewards`.
+        """Score the last message of a conversation by a reward model.
+
+        Args:
+            messages: The conversation, of `role` and `content`. The last message is the policy's.
+
+        Returns:
+            The score, as the reward model gives it to a rollout with these messages.
+
+        Raises:
+            JudgeFailed: If there is no score: the chat template refuses the conversation, or the score is not finite.
         """

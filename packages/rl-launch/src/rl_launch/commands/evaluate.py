@@ -198,7 +198,11 @@ def _roll_out(
         pool = runtime.evaluation_pool(rollouts.needs)
         started = time.monotonic()
         judges = model_judges(plan.config, runtime.ranks)
-        found = roll_out(rollouts, pool, place, done, Console(stderr=True), judges)
+        try:
+            found = roll_out(rollouts, pool, place, done, Console(stderr=True), judges)
+        finally:
+            if judges is not None:
+                judges.close()
         _log.info("%d prompts in %.1f s", len(found), time.monotonic() - started)
         return found
 

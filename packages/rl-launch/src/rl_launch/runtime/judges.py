@@ -34,7 +34,7 @@ def judging_spec(
         opponents: Its further engines.
         awaits_weights: True if the policy's weights are sent to it.
     """
-    if not needs.judges and not needs.scored:
+    if not needs.judges and not needs.scored and not needs.later:
         return None
     engines, started = [], {each.need.name for each in opponents}
     for name, judge in needs.judges.items():
@@ -57,7 +57,7 @@ def judging_spec(
         environment: {name: reward.weight for name, reward in rewards.items()}
         for environment, rewards in needs.judged.items()
     }
-    return JudgingSpec(weights, needs.scored, tuple(engines))
+    return JudgingSpec(weights, needs.scored, frozenset(needs.later), tuple(engines))
 
 
 def longest_judged(needs: RolloutNeeds, engine: OpponentNeed) -> int | None:

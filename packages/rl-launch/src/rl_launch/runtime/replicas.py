@@ -346,7 +346,7 @@ class Replicas:
         return self._processes.on(node, GENERATION, num_gpus=num_gpus, number=index, name=name)
 
     def _environment(self, name: str, node: str) -> RemoteEnvironment:
-        instance = instance_of(self._settings, name)
+        instance = instance_of(self._settings, name).without(self._needs.later.get(name, ()))
         # The name of the log is `reward.score` for the label `reward.py:score`.
         file_name = re.sub(r"[^\w.-]", "_", instance.label.replace(".py:", "."))
         log = f"{self._processes.logs}/environment-{file_name}.log"

@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from rl_algos.judges.config import judge_sections
+from rl_algos.judges.config import functions_of_models, judge_sections
 from rl_algos.judges.needs import language_judges
 from rl_core.algorithm import AlgorithmEvaluation
 from rl_core.devices import CPU, Device
@@ -61,7 +61,14 @@ def trials_on(config: Any, attempts: Mapping[str, Sequence[Attempt]]) -> list[Tr
     """
     judges = tuple(language_judges(config))
     reward_models = tuple(name for name in judge_sections(config) if name not in judges)
-    return [Trial(instance_of(config.env, name), each, judges, reward_models) for name, each in attempts.items()]
+    later = functions_of_models(config)
+    trials = []
+    for name, each in attempts.items():
+        instance, parts = instance_of(config.env, name), later.get(name, frozenset())
+        trials.append(Trial(instance.without(parts), each, judges, reward_models))
+        if parts:
+            trials.append(Trial(instance.only(parts), each, judges, reward_models, is_scored=True))
+    return trials
 
 
 def try_here(trials: Sequence[Trial], mode: Mode) -> list[Trial]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 from rl_algos.judges.judged import group_with_rewards
 from rl_algos.judges.rubrics import Rubric
+from rl_algos.rollouts.driver.scoring_functions import ModelJudge, ScoringFunctions
 from rl_algos.rollouts.driver.watches import FailureWatch
 from rl_core.data.batch import Batch
 from rl_core.rollouts.generation import SamplingParams
@@ -19,34 +20,34 @@ from rl_core.rollouts.rollout import Prompt
 from rl_core.weights import WeightUpdate
 
 
-class ModelJudge(Protocol):
-    """A model of the run that judges; see `rl_algos.judges.reward_model.RewardModelJudge`."""
-
-    def judge(
-        self, rewards: Mapping[str, Rubric], groups: Sequence[Sequence[JudgedRollout | None]]
-    ) -> Sequence[Sequence[Mapping[str, JudgedReward]]]:
-        """Return the rewards of each rollout by name, in the order of the groups."""
-
-    def usage(self) -> Mapping[str, float]:
-        """Return the metrics of the judge since the last call."""
-
-
 class ModelJudges:
     """The models of a run that judge rollouts.
 
     Args:
         judges: Judges by name.
         rewards: Rewards by them, by environment and reported name.
+        functions: Functions that ask them; None for none.
     """
 
-    def __init__(self, judges: Mapping[str, ModelJudge], rewards: Mapping[str, Mapping[str, Rubric]]) -> None:
+    def __init__(
+        self,
+        judges: Mapping[str, ModelJudge],
+        rewards: Mapping[str, Mapping[str, Rubric]],
+        functions: ScoringFunctions | None = None,
+    ) -> None:
         self._judges = judges
         self._rewards = rewards
+        self._functions = functions
 
     def judged(self, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
-        """Return groups with the rewards of all judges. A judge has all of them at once; what it gives to a group does
-        not depend on the others."""
-        given: list[list[dict[str, JudgedReward]]] = [[{} for _ in group.rollouts.status] for group in groups]
+        """Return groups with the rewards of all judges, and of the functions that ask them. A judge has all of them at
+        once; what it gives to a group does not depend on the others."""
+        functions = self._functions
+        given: list[list[dict[str, JudgedReward]]] = (
+            [[{} for _ in group.rollouts.status] for group in groups]
+            if functions is None
+            else functions.rewards(groups)
+        )
         shown: dict[int, list[JudgedRollout | None]] = {}
         for environment, rewards in self._rewards.items():
             places = [place for place, group in enumerate(groups) if group.prompt.environment == environment]
@@ -61,9 +62,16 @@ class ModelJudges:
                         rollout.update(of_rollout)
         judged = []
         for group, of_group in zip(groups, given, strict=True):
-            weights = {part: rubric.weight for part, rubric in self._rewards.get(group.prompt.environment, {}).items()}
+            environment = group.prompt.environment
+            weights = {part: rubric.weight for part, rubric in self._rewards.get(environment, {}).items()}
+            weights |= {} if functions is None else functions.weights(environment)
             judged.append(group_with_rewards(group, of_group, weights))
         return judged
+
+    def close(self) -> None:
+        """End the processes of the functions."""
+        if self._functions is not None:
+            self._functions.close()
 
     def usage(self) -> dict[str, float]:
         """Return the metrics of the judges since the last call."""
@@ -95,7 +103,7 @@ class JudgedSource:
         self._phase = phase
         self._failures = failures
         self._collected: dict[int, tuple[RolloutGroup, RolloutGroup]] = {}
-        self.state, self.restore, self.close = source.state, source.restore, source.close
+        self.state, self.restore = source.state, source.restore
 
     def collect(self, num_groups: int, *, num_later: int | None = None) -> list[RolloutGroup]:
         """Return the next groups, with their rewards.
@@ -125,6 +133,11 @@ class JudgedSource:
         """Bring the replicas to this version."""
         self._source.adopt(update)
         self._collected.clear()
+
+    def close(self) -> None:
+        """End everything that was started."""
+        self._judges.close()
+        self._source.close()
 
     def _judged(self, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
         with self._phase("judging"):

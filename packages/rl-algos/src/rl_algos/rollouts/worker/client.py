@@ -31,6 +31,7 @@ class PlayServices:
         chat: Renders messages and reads turns.
         environments: Clients by environment name.
         max_steps: Number of training steps of the run, which rewards may ask for; 1 outside training.
+        scored_later: Environments with functions that score a rollout's last conversation after it has ended.
         version: Weight version of the policy's engine.
         generating: Span of the timeline for the sampling of completions.
     """
@@ -39,6 +40,7 @@ class PlayServices:
     chat: Chat
     environments: Mapping[str, EnvironmentClient]
     max_steps: int
+    scored_later: frozenset[str] = frozenset()
     version: int = 0
     generating: spans.Overlapping = dataclasses.field(
         default_factory=lambda: spans.overlapping("generation", "generation")
@@ -82,7 +84,15 @@ class PlayClient:
         self.grammar = chat.grammar
         environment = services.environments.get(prompt.environment)
         self._conversations = (
-            None if environment is None else Conversations(environment, prompt.environment, seed, earlier.conversations)
+            None
+            if environment is None
+            else Conversations(
+                environment,
+                prompt.environment,
+                seed,
+                earlier.conversations,
+                keeps_last=prompt.environment in services.scored_later,
+            )
         )
         self._prompt = prompt
         self._tools = prompt.tools

@@ -11,6 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
+from rl_algos.judges.judged import CONVERSATION
 from rl_core.environments.messages import write_results
 from rl_core.errors import EnvironmentFailed, InfrastructureFailed
 from rl_core.rollouts.environment import Conversation, EnvironmentFailure, KeptState, Resumption, StepResult
@@ -96,10 +97,20 @@ class Conversations:
         name: Its name, for messages.
         seed: Seed of the rollout.
         earlier: Conversations of an earlier run of the rollout, in the order they began.
+        keeps_last: True if the answer that ends a conversation has it in its `info`, for functions that score it later.
     """
 
-    def __init__(self, environment: EnvironmentClient, name: str, seed: int, earlier: Sequence[AnsweredTurns]) -> None:
+    def __init__(
+        self,
+        environment: EnvironmentClient,
+        name: str,
+        seed: int,
+        earlier: Sequence[AnsweredTurns],
+        *,
+        keeps_last: bool = False,
+    ) -> None:
         self._environment = environment
+        self._keeps_last = keeps_last
         self._name = name
         self._seed = seed
         self._earlier: list[AnsweredTurns | None] = list(earlier)
@@ -115,6 +126,12 @@ class Conversations:
     async def step(self, conversation: Conversation) -> StepResult:
         """Return the answer to the newest turn; raise `EnvironmentFailed` if there is none, `InfrastructureFailed` if
         that is not the fault of the conversation, and `JudgeBudgetSpent` if a judge may not be asked again."""
+        result = await self._step(conversation)
+        if not self._keeps_last or not result.done:
+            return result
+        return replace(result, info={**result.info, CONVERSATION: conversation.plain()})
+
+    async def _step(self, conversation: Conversation) -> StepResult:
         digest = turn_digest(conversation)
         course = self._courses.get(conversation.id) or self._begin(conversation.id, digest)
         conversation = replace(conversation, id=course.id, seed=course.seed)

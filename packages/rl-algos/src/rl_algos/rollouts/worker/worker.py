@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from rl_algos.judges.answers import JudgeAnswer
-from rl_algos.judges.judged import JudgingSpec, judged_rollout, with_rewards
+from rl_algos.judges.judged import CONVERSATION, JudgingSpec, given_verdicts, judged_rollout, with_rewards
 from rl_algos.rollouts.recorded import TurnsRecorder, key_of
 from rl_algos.rollouts.training.metrics import REFILLED
 from rl_algos.rollouts.worker.chat import Chat
@@ -27,6 +27,7 @@ from rl_algos.rollouts.worker.opponents import OpponentSpec, opponents_of_play
 from rl_algos.tokenizer import load_tokenizer
 from rl_core import resolve
 from rl_core.data.batch import Batch
+from rl_core.environments.rewards import VERDICTS
 from rl_core.errors import GeneratorError, InfrastructureFailed, RequestRefused, RLError
 from rl_core.images import image_digests
 from rl_core.model_config import TokenizerConfig, VisionConfig
@@ -150,7 +151,8 @@ class RolloutWorker:
         self._max_seconds = spec.max_seconds
         tokenizer = load_tokenizer(spec.tokenizer, spec.model_name, spec.vision)
         chat = Chat(tokenizer, spec.tokenizer.tool_format)
-        self._services = PlayServices(self._generator, chat, dict(environments), spec.max_steps)
+        later = spec.judging.later if spec.judging else frozenset[str]()
+        self._services = PlayServices(self._generator, chat, dict(environments), spec.max_steps, later)
         self._recorder = TurnsRecorder(Path(spec.turns)) if spec.turns else None
         self._recording = asyncio.Lock()
         self._finished: deque[tuple[int, asyncio.Task[Group]]] = deque()
@@ -379,7 +381,7 @@ class RolloutWorker:
         self, prompt: Prompt, plays: Sequence[asyncio.Task[Sequence[Rollout]]], clients: Sequence[PlayClient], key: str
     ) -> Group:
         with self._rolling_out:
-            rollouts = _numbered(await asyncio.gather(*plays))
+            rollouts = [_with_verdicts(each) for each in _numbered(await asyncio.gather(*plays))]
         if self._judging is not None:
             with self._judging_span:
                 rollouts = await self._judged(prompt, rollouts, self._judging)
@@ -518,6 +520,16 @@ def _numbered(plays: Sequence[Sequence[Rollout]]) -> list[Rollout]:
     if all(len(play) == 1 for play in plays):
         return [rollout for (rollout,) in plays]
     return [dataclasses.replace(rollout, play=number) for number, play in enumerate(plays) for rollout in play]
+
+
+def _with_verdicts(rollout: Rollout) -> Rollout:
+    """Return a rollout with the verdicts that its reward functions were given. What is scored later is the policy's."""
+    if not rollout.info.keys() & {VERDICTS, CONVERSATION}:
+        return rollout
+    info, verdicts = given_verdicts(rollout.info)
+    if rollout.is_opponent:
+        info.pop(CONVERSATION, None)
+    return dataclasses.replace(rollout, info=info, verdicts=(*rollout.verdicts, *verdicts))
 
 
 def _failed(prompt: Prompt, error: Exception, client: PlayClient) -> Sequence[Rollout]:

@@ -46,7 +46,8 @@ def judge_findings(given: GivenEnvironment, responses: Sequence[str] = ()) -> li
     row = given.rows[0]
     texts = list(dict.fromkeys([row.attempts()[0].conversation.completion, IDLE_ANSWER, *responses]))
     group = [JudgedRollout(row.messages, ({"role": "assistant", "content": text},), row.fields) for text in texts]
-    return [_finding(given, name, texts, group) for name in given.rewards]
+    later = [Finding("judge", f"{name} asks a reward model, which needs a run", "skipped") for name in given.later]
+    return [*(_finding(given, name, texts, group) for name in given.rewards), *later]
 
 
 def _finding(given: GivenEnvironment, name: str, texts: Sequence[str], group: Sequence[JudgedRollout]) -> Finding:

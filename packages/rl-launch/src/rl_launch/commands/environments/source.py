@@ -14,7 +14,7 @@ from rl_algos.data.config import DataConfig
 from rl_algos.data.encoding import with_section
 from rl_algos.data.examples import load_datasets
 from rl_algos.data.rows.example import info_of
-from rl_algos.judges.config import JudgeConfig, judge_sections, judged_rewards
+from rl_algos.judges.config import JudgeConfig, functions_of_models, judge_sections, judged_rewards
 from rl_algos.judges.rubrics import Rubric
 from rl_algos.rollouts.data import AnswerCheck
 from rl_core.config import Config, assemble, load, resolve
@@ -69,6 +69,7 @@ class GivenEnvironment(NamedTuple):
         rows: Rows of the data; at least one.
         judges: Judges of the config by name.
         rewards: Its rewards by judges, by reported name.
+        later: Functions that ask reward models, which the instance is without.
     """
 
     instance: EnvironmentInstance
@@ -76,6 +77,7 @@ class GivenEnvironment(NamedTuple):
     rows: Sequence[GivenRow]
     judges: Mapping[str, JudgeConfig]
     rewards: Mapping[str, Rubric]
+    later: frozenset[str] = frozenset()
 
 
 def environment_of(
@@ -123,7 +125,8 @@ def environment_of(
 
 def _given(config: Any, key: str, rows: Sequence[GivenRow]) -> GivenEnvironment:
     try:
-        instance = instance_of(config.env, key)
+        later = functions_of_models(config).get(key, frozenset())
+        instance = instance_of(config.env, key).without(later)
         problems = missing(worker_env(instance.requirement, CPU.extras))
         if problems:
             raise ConfigError(f"environment {instance.label} cannot be used here: {'; '.join(problems)}")
@@ -131,7 +134,7 @@ def _given(config: Any, key: str, rows: Sequence[GivenRow]) -> GivenEnvironment:
     except (ValueError, ImportError) as error:
         raise ConfigError(str(error)) from error
     judges = judge_sections(config) if hasattr(config, "judges") else {}
-    return GivenEnvironment(instance, tools, rows, judges, judged_rewards(config).get(key, {}))
+    return GivenEnvironment(instance, tools, rows, judges, judged_rewards(config).get(key, {}), later)
 
 
 def _of_config(source: str, overrides: Sequence[str]) -> GivenEnvironment:
