@@ -15,6 +15,9 @@ from rl_launch.doctor.findings import Check, Diagnosis
 from rl_launch.doctor.machine import Machine, driver_remedy
 from rl_launch.doctor.needs import Needs
 from rl_launch.doctor.room import GIB, Room, size
+from rl_launch.planning.accelerators import accelerator_named, accelerator_of
+from rl_launch.planning.plan import DEFAULT
+from rl_launch.planning.text import verdict
 from rl_launch.worker_envs.provision import Availability
 
 NUM_PORTS = 32
@@ -363,6 +366,24 @@ def models(machine: Machine, needs: Needs) -> Iterator[Diagnosis]:
         yield Diagnosis(name, "ok", found) if fits else Diagnosis(name, "warning", found, remedy)
 
 
+def plan(machine: Machine, needs: Needs) -> Iterator[Diagnosis]:
+    """Plan the memory of the run on the GPUs of this machine, or on the default device if it has none that is known."""
+    if needs.plan_on is None:
+        return
+    accelerator = None
+    with suppress(OSError):
+        gpus = machine.gpu_driver.gpus if machine.gpu_driver else ()
+        accelerator = next((found for gpu in gpus if (found := accelerator_of(gpu.name))), None)
+    planned = needs.plan_on(accelerator or accelerator_named(DEFAULT))
+    if planned.fits is False:
+        remedy = (
+            f"rl plan {needs.recipe} --device {planned.machines.accelerator.name} has the smallest change that fits."
+        )
+        yield Diagnosis("plan", "warning", verdict(planned), remedy)
+    else:
+        yield Diagnosis("plan", "ok", verdict(planned))
+
+
 def processes_problem(memory_bytes: int, needs: Needs) -> str:
     """Return why the ranks and engines of a recipe on the CPU cannot fit into a machine's memory; empty if they may."""
     least = 0 if needs.device.runs_on_gpus else (needs.num_ranks + needs.num_engines) * _PROCESS_BYTES
@@ -406,6 +427,7 @@ CHECKS: Mapping[str, Check] = {
     "disk": disk,
     "memory": memory,
     "memory of models": models,
+    "plan": plan,
     "cores": cores,
     "open files": open_files,
     "processes": process_limit,

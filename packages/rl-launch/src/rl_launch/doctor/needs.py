@@ -16,6 +16,8 @@ from rl_launch.backends import ModelBackend
 from rl_launch.cluster.device import AUTO
 from rl_launch.model_files.model_facts import hf_fields
 from rl_launch.placement.topology import Topology
+from rl_launch.planning.accelerators import Accelerator
+from rl_launch.planning.plan import Plan, num_checkpoints, plan_run
 from rl_launch.run_config.plan import RunPlan
 from rl_launch.run_config.reading import read_plan
 from rl_launch.runtime.role_envs import role_specs
@@ -71,6 +73,7 @@ class Needs:
         num_checkpoints: Maximum number of checkpoints at a time; None if all are kept, 0 if none is saved.
         server_problems: Asks the servers that generate elsewhere, and returns their problems; None if the run has its
             own engine.
+        plan_on: Plans the run on a kind of GPU; None if it runs on the CPU.
     """
 
     recipe: str
@@ -85,6 +88,7 @@ class Needs:
     models: tuple[ModelNeeds, ...] = ()
     num_checkpoints: int | None = 0
     server_problems: Callable[[], Sequence[str]] | None = None
+    plan_on: Callable[[Accelerator], Plan] | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -120,13 +124,9 @@ def needs_of_plan(plan: RunPlan, name: str, *, num_gpus: int) -> Needs:
     environments = [instance_of(config.env, name) for name in dict.fromkeys(_environments(plan.resolved.raw))]
     ranks_per_node = device.ranks_per_node(cluster)
     topology = plan.backends.topology(cluster.num_nodes, ranks_per_node, device)
-    num_engines, saves = 0, config.checkpointing
+    num_engines = 0
     if plan.backends.generation is not None:
         num_engines = topology.num_replicas * topology.replica_nodes if device.is_logical else topology.engines_per_node
-    num_checkpoints: int | None = 0
-    if saves.enabled:
-        # One more is being written, and the newest one is kept in addition if the others are the best by a metric.
-        num_checkpoints = None if saves.keep_top_k is None else saves.keep_top_k + bool(saves.metric_name) + 1
     return Needs(
         recipe=name,
         device=device,
@@ -138,9 +138,14 @@ def needs_of_plan(plan: RunPlan, name: str, *, num_gpus: int) -> Needs:
         environments=tuple(environments),
         num_engines=num_engines,
         models=tuple(_models(plan, topology)),
-        num_checkpoints=num_checkpoints,
+        num_checkpoints=num_checkpoints(plan),
         server_problems=partial(_server_problems, plan) if topology.num_servers else None,
+        plan_on=partial(_planned, plan, name, device) if device.runs_on_gpus else None,
     )
+
+
+def _planned(plan: RunPlan, name: str, device: Device, accelerator: Accelerator) -> Plan:
+    return plan_run(plan, name, accelerator=accelerator, device=device)
 
 
 def _server_problems(plan: RunPlan) -> list[str]:
