@@ -95,6 +95,20 @@ def test_weights_reach_the_server_and_completions_show_their_version(protocol, f
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_completions_end_at_the_stop_tokens_of_the_run_and_not_at_those_of_the_model(protocol, folders):
+    expected = ReferenceModel(folders[0]).greedy(prompt(12), 8)
+    assert len(set(expected[:4])) == 4
+    with serving(protocol, folders[0], awaits_weights=False) as (server, generator, run):
+        server.eos_token_id = expected[1]
+        found = run(generator.generate(request(8, temperature=0.0, stop_token_ids=(expected[3],))))
+        assert (found.token_ids.tolist(), found.stop_reason) == (expected[:4], "stop")
+        assert len(found.logprobs) == 4
+        found = run(generator.generate(request(2, temperature=0.0, stop_token_ids=(expected[3],))))
+        assert (found.token_ids.tolist(), found.stop_reason) == (expected[:2], "length")
+        assert run(generator.generate(request(8, temperature=0.0))).token_ids.tolist() == expected
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_without_updates_the_server_is_given_the_files_of_the_model(protocol, folders):
     with serving(protocol, folders[0], awaits_weights=False) as (server, generator, run):
         server.first = folders[1]
@@ -156,7 +170,7 @@ def without_version(path, answer):
     if path == "/inference/v1/generate":
         answer["choices"][0]["weight_versions"] = None
     elif path == "/generate":
-        answer["meta_info"]["weight_version"] = None
+        answer["meta_info"]["weight_versions"] = None
     return answer
 
 

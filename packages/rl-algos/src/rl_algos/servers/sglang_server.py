@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
+
+import numpy as np
 
 from rl_algos.servers.engine_server import EngineServer, SampledTokens
 from rl_core.errors import GeneratorError
@@ -66,7 +69,28 @@ class SglangServer(EngineServer):
         return str(found["weight_version"])
 
     async def generate(self, name: str, request: GenerationRequest, max_tokens: int) -> SampledTokens:
-        """See `EngineServer`."""
+        """See `EngineServer`. A server that ends completions at tokens also ends them where the model's own would; what
+        the run does not end there is continued."""
+        tokens: list[int] = []
+        logprobs: list[float] = []
+        versions: frozenset[str] = frozenset()
+        while True:
+            rest = replace(
+                request,
+                token_ids=np.concatenate([request.token_ids, np.array(tokens, dtype=np.int32)]),
+                num_sampled=request.num_sampled + len(tokens),
+            )
+            found, matched = await self._part(name, rest, max_tokens - len(tokens))
+            tokens, logprobs = [*tokens, *found.token_ids], [*logprobs, *found.logprobs]
+            versions |= found.versions
+            is_foreign_end = type(matched) is int and matched not in request.sampling.stop_token_ids
+            if not (is_foreign_end and found.token_ids) or request.sampling.grammar:
+                return SampledTokens(tokens, logprobs, found.stop_reason, versions)
+            if len(tokens) >= max_tokens:
+                return SampledTokens(tokens, logprobs, "length", versions)
+
+    async def _part(self, name: str, request: GenerationRequest, max_tokens: int) -> tuple[SampledTokens, Any]:
+        """Return what one request samples, and the token or string that ended it."""
         sampling = request.sampling
         params: dict[str, Any] = {
             "max_new_tokens": max_tokens,
@@ -78,7 +102,8 @@ class SglangServer(EngineServer):
             "stop": list(sampling.stop_strings),
             "skip_special_tokens": False,
             "no_stop_trim": True,
-            "ignore_eos": True,
+            # Otherwise SGLang does not end at `stop_token_ids` either.
+            "ignore_eos": not sampling.stop_token_ids,
             "sampling_seed": request.draw_seed,
         }
         if sampling.grammar:
@@ -90,9 +115,10 @@ class SglangServer(EngineServer):
             if not all(type(token) is int for token in tokens):
                 raise TypeError
             logprobs = [float(entry[0]) for entry in entries]
-            kind = str(meta["finish_reason"]["type"])
-            return SampledTokens(tokens, logprobs, kind, frozenset({str(meta["weight_version"])}))
-        except (ArithmeticError, LookupError, TypeError, ValueError):
+            ended = meta["finish_reason"]
+            versions = frozenset(str(span["version"]) for span in meta["weight_versions"] or ())
+            return SampledTokens(tokens, logprobs, str(ended["type"]), versions), ended.get("matched")
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
             raise GeneratorError(f"{self} sent an answer of {GENERATE} that is not a completion") from None
 
     async def score(self, token_ids: Sequence[int]) -> Sequence[float]:

@@ -35,6 +35,7 @@ class ScriptedEngineServer:
         twist: Changes its answers; None for an honest server.
         headers: Headers of the last request.
         num_requests: Number of requests so far.
+        eos_token_id: Token at which the model's own completions end.
         settings: What it reports about its start, in addition to the honest settings.
     """
 
@@ -45,6 +46,7 @@ class ScriptedEngineServer:
         self.settings: dict[str, Any] = {}
         self.num_requests = self.num_sampled = 0
         self._aborted: set[str] = set()
+        self.eos_token_id: int = -1
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
         self.restart()
         self._ready = threading.Event()
@@ -118,7 +120,8 @@ class ScriptedEngineServer:
             token = int(np.argmax(logprobs + gumbel))
             found.append((token, float(logprobs[token])))
             self.num_sampled += 1
-            if token in params.get("stop_token_ids", ()):
+            ends = () if params.get("ignore_eos") and self._protocol == "sglang" else params.get("stop_token_ids", ())
+            if token in ends or (not params.get("ignore_eos") and token == self.eos_token_id):
                 return found, "stop"
         return found, "length"
 
@@ -178,10 +181,10 @@ class ScriptedEngineServer:
         found, reason = await self._sample(body.get("rid", ""), tokens, body["sampling_params"])
         scores = [None, *self._scores(tokens)] if body.get("logprob_start_len") == 0 else []
         meta = {
-            "finish_reason": {"type": reason},
+            "finish_reason": {"type": reason, **({"matched": found[-1][0]} if reason == "stop" else {})},
             "output_token_logprobs": [[logprob, token, None] for token, logprob in found],
             "input_token_logprobs": [[score, tokens[place], None] for place, score in enumerate(scores)],
-            "weight_version": self.version,
+            "weight_versions": [{"version": self.version, "start": 0, "end": len(found)}],
         }
         return {"output_ids": [token for token, _ in found], "meta_info": meta}
 
