@@ -141,7 +141,7 @@ class AdapterSuite(WeightSinkSuite):
         folders = [str(each.for_peft(tmp_path / f"peft-{number}", lora)) for number, each in enumerate(others)]
         references = [ReferenceModel(each.merged) for each in others]
         named: dict[str | None, ReferenceModel] = dict(zip(folders, references, strict=True))
-        named |= {None: bench.references[adapted[0].merged], "": bench.reference}
+        named[None] = bench.references[adapted[0].merged]
         bench.runner.run(bench.sync(adapted[0].parts, manifest=adapted[0].manifest(alone=False)))
 
         async def all_at_once() -> list[Completion]:

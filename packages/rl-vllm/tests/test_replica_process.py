@@ -11,7 +11,7 @@ import os
 import threading
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -248,7 +248,9 @@ async def _lose(generator: VllmGenerator, folder: Path, lose: Lose) -> tuple[str
             await asyncio.wrap_future(sending[0])
             psutil.Process(lose.pid).kill()
         if lose.phase == "transfer":
-            with senders[1].stopped():
+            with ExitStack() as stack:
+                # The call to receive is sent meanwhile, and without it no sender begins.
+                await asyncio.to_thread(stack.enter_context, senders[1].stopped())
                 psutil.Process(lose.pid).kill()
         await receiving
         if lose.phase == "commit":

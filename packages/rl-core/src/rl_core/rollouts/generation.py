@@ -89,8 +89,8 @@ class GenerationRequest:
         images: Digests of the images among the tokens, in order (`rl_core.images`). `token_ids` has all tokens of each
             image, as the model sees them, not one placeholder.
         adapter: Folder of an adapter in the format of `peft` that is applied to the weights, which is never changed;
-            empty for the weights without an adapter, None for what the engine serves. Only of engines that apply
-            adapters themselves (`generation.lora_sync=adapter`).
+            None for what the engine serves. Only of engines that apply adapters themselves
+            (`generation.lora_sync=adapter`).
     """
 
     token_ids: np.ndarray
@@ -127,7 +127,7 @@ def refuse_adapter(request: GenerationRequest) -> None:
     Raises:
         RequestRefused: If it has one.
     """
-    if request.adapter:
+    if request.adapter is not None:
         raise RequestRefused(
             "this engine applies no adapters of requests; set policy.generation.backend=vllm and lora_sync=adapter"
         )

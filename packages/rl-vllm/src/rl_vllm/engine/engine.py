@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from rl_core.errors import GeneratorError, RequestRefused
 from rl_core.rollouts.generation import GenerationRequest
 from rl_core.rollouts.speculation import SpeculationCounts
+from rl_core.torch.training.lora import ADAPTER_CONFIG
 from rl_vllm.engine.arguments import sampling_params, scoring_params
 from rl_vllm.engine.holding_scheduler import receive_held
 from rl_vllm.engine.image_inputs import ImageInputs
@@ -103,12 +105,15 @@ class Engine(ABC):
         """
         if named is None:
             return self.adapter
-        if named and self.vllm.vllm_config.lora_config is None:
+        if self.vllm.vllm_config.lora_config is None:
             raise RequestRefused(
                 "the request has an adapter, but the engine applies none; set policy.generation.lora_sync=adapter"
             )
+        # vLLM dies of an adapter that it does not find.
+        if not (Path(named) / ADAPTER_CONFIG).is_file():
+            raise RequestRefused(f"there is no adapter at {named}: {ADAPTER_CONFIG} is missing")
         number = self._adapter_ids.setdefault(named, FIRST_NAMED + len(self._adapter_ids))
-        return LoRARequest(named, number, lora_path=named) if named else None
+        return LoRARequest(named, number, lora_path=named)
 
     def take_images(self, *, image_token: int, max_images: int) -> None:
         """Serve requests with images from now on.

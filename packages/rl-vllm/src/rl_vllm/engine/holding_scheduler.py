@@ -12,6 +12,7 @@ import time
 from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,6 +83,10 @@ class HoldingScheduler(Scheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        if self.lora_config is not None and self.lora_config.max_loras > 1:
+            # One place is always taken by the adapters of the weight version, which a step may not need.
+            self.lora_config = copy(self.lora_config)
+            self.lora_config.max_loras -= 1
         self.drafts = DraftCounts(self.num_spec_tokens)
         self.num_sampled = self.num_steps = self.num_preempted = 0
         self._held: dict[str, Held] = {}
