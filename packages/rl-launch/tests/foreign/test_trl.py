@@ -135,6 +135,44 @@ def test_preference_losses_that_are_not_offered_are_refused_by_name(tmp_path, fi
     assert any(feature.startswith(words) for feature in found.features)
 
 
+ONLINE = {"model_name_or_path": "x/y", "dataset_name": "a/b", "max_new_tokens": 48, "max_steps": 20}
+
+
+def test_online_dpo_of_trl(tmp_path):
+    fields = {**ONLINE, "beta": [0.2], "loss_type": "ipo", "reward_model_path": "x/reward", "reward_weights": None}
+    found = import_config(written(tmp_path, json.dumps(fields), "online.json"), "trl", gpus=2)
+    config = config_of(found)
+    assert (config.algorithm, config.online_dpo.loss.name) == ("online_dpo", "ipo")
+    # TRL compares sums of logprobs, and two completions of each prompt
+    assert not config.online_dpo.preference_average_log_probs
+    assert (config.online_dpo.num_generations_per_prompt, config.online_dpo.pairing) == (2, "best-worst")
+    assert config.online_dpo.reference_policy_kl_penalty == 0.2
+    assert (config.online_dpo.num_prompts_per_step, config.policy.train_global_batch_size) == (16, 16)
+    assert config.online_dpo.max_num_steps == 20
+    assert config.policy.optimizer.kwargs["lr"] == 5e-7
+    generation = config.policy.generation
+    assert (generation.max_new_tokens, generation.temperature) == (48, 0.9)
+    assert (config.policy.max_total_sequence_length, config.data.max_input_seq_length) == (512, 464)
+    assert {each.key for each in found.answers} == set(fields)
+    assert any("x/reward, is an environment" in note for note in found.notes)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"beta": [0.1, 0.05]}, "a penalty that changes by epoch"),
+        ({"loss_type": "hinge"}, "the loss hinge in online DPO"),
+        ({"missing_eos_penalty": 1.0}, "a penalty for completions without an end"),
+        ({"max_length": 48}, "rows of 48 tokens without room for prompts"),
+    ],
+)
+def test_what_online_dpo_of_trl_has_alone_is_refused_by_name(tmp_path, fields, words):
+    found = import_config(written(tmp_path, json.dumps({**ONLINE, **fields}), "online.json"), "trl")
+    ((feature, keys),) = found.features.items()
+    assert words in feature
+    assert set(keys) <= set(fields)
+
+
 def test_trl_pushes(tmp_path):
     fields = {"model_name_or_path": "x/y", "dataset_name": "a/b", "push_to_hub": True, "hub_private_repo": False}
     named = {**fields, "hub_model_id": "me/model"}

@@ -14,6 +14,23 @@ trainer = SFTTrainer(  #: converted
 )
 trainer.train()  #: converted
 """,
+    "online dpo with a function and a judge of pairs": """
+from datasets import load_dataset
+from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
+
+def brief(completions, **kwargs):
+    return [-len(each) for each in completions]
+
+args = OnlineDPOConfig(output_dir="out", max_new_tokens=128, beta=0.2)  #: converted
+trainer = OnlineDPOTrainer(  #: refused
+    model="Qwen/Qwen2-0.5B-Instruct",
+    reward_funcs=brief,  #: check
+    judge=PairRMJudge(),
+    args=args,
+    train_dataset=load_dataset("trl-lib/ultrafeedback-prompt", split="train"),
+)
+trainer.train()  #: converted
+""",
     "sft with held-out rows": '''
 """Fine-tune on chats."""
 from datasets import load_dataset

@@ -66,7 +66,8 @@ def translate(config: Translation, gpus: int | None, *, folder: Path, computed: 
     _batches(config, gpus or 1)
     _data(config)
     _schedule(config, folder)
-    {"grpo": _grpo, "dpo": translate_preferences, "sft": _sft, "rm": lambda _: None}[config.algorithm](config)
+    own = {"grpo": _grpo, "online_dpo": _online_dpo, "dpo": translate_preferences, "sft": _sft, "rm": lambda _: None}
+    own[config.algorithm](config)
     config.put("data.overlong", "skip")
     config.behaviour += config.table.tables["behaviour"][config.algorithm]
     _saving(config)
@@ -152,12 +153,14 @@ def _batches(config: Translation, gpus: int) -> None:
     each = config.get("per_device_train_batch_size", 8)
     accumulated = config.get("gradient_accumulation_steps", 1)
     batch = each * accumulated * gpus
-    pairs = 2 if config.algorithm in ("dpo", "rm") else 1
+    pairs = 2 if config.algorithm in ("dpo", "online_dpo", "rm") else 1
     config.put("policy.train_global_batch_size", batch)
     config.put("policy.train_micro_batch_size", each * pairs)
     config.put("policy.logprob_batch_size", config.get("per_device_eval_batch_size", each) * pairs)
     text = f"policy.train_global_batch_size: {batch} = {each} x {accumulated} x {gpus} GPUs"
     config.follows(["per_device_train_batch_size", "gradient_accumulation_steps"], text)
+    if config.algorithm == "online_dpo":
+        config.put("online_dpo.num_prompts_per_step", batch)
     if config.algorithm != "grpo":
         return
     group = config.get("num_generations", 8)
@@ -246,7 +249,7 @@ def _columns(config: Translation, settings: dict[str, Any]) -> dict[str, Any]:
     """Return the settings of a dataset whose renamed columns are given by the keys of the algorithm."""
     columns = dict(settings.get("columns", {}))
     made = {key: value for key, value in settings.items() if key != "columns"}
-    has_keys = config.algorithm in ("grpo", "sft")
+    has_keys = config.algorithm in ("grpo", "online_dpo", "sft")
     for names, key in ((("messages", "prompt", "text"), "input_key"), (("completion", "answer"), "output_key")):
         for name in names if has_keys else ():
             if name in columns:
@@ -338,6 +341,19 @@ def _grpo(config: Translation) -> None:
     if config.get("sync_ref_model"):
         config.put("grpo.reference_sync_period", config.get("ref_model_sync_steps", 512))
         config.put("grpo.reference_mixup_alpha", config.get("ref_model_mixup_alpha", 0.6))
+    _sampling(config)
+    if config.get("top_entropy_quantile") == 1:
+        config.unneeded("top_entropy_quantile", "1 trains on all tokens")
+    if "max_prompt_length" not in config.values:
+        config.notes.append(
+            f"data.max_input_seq_length: {prompt}, as TRL has no limit. Longer prompts are left out; set it to the "
+            "longest prompt of your data"
+        )
+    config.notes.append(_reward_note(config.get("reward_funcs") or [], config.get("reward_weights")))
+
+
+def _sampling(config: Translation) -> None:
+    """Set what a generator does beside the lengths of completions."""
     if (top_k := config.get("top_k")) and top_k > 0:  # 0 and -1 sample from all tokens
         config.put("policy.generation.top_k", top_k)
     if config.get("vllm_mode") == "server":
@@ -347,14 +363,34 @@ def _grpo(config: Translation) -> None:
         config.notes.append(
             "policy.generation.colocated.resources: one GPU generates; give it as many as your server has"
         )
-    if config.get("top_entropy_quantile") == 1:
-        config.unneeded("top_entropy_quantile", "1 trains on all tokens")
-    if "max_prompt_length" not in config.values:
-        config.notes.append(
-            f"data.max_input_seq_length: {prompt}, as TRL has no limit. Longer prompts are left out; set it to the "
-            "longest prompt of your data"
-        )
-    config.notes.append(_reward_note(config.get("reward_funcs") or [], config.get("reward_weights")))
+
+
+def _online_dpo(config: Translation) -> None:
+    """Answer the fields of OnlineDPOConfig, whose trainer compares two completions of each prompt."""
+    config.put("online_dpo.num_generations_per_prompt", 2)
+    longest, new = config.get("max_length", 512), config.get("max_new_tokens", 64)
+    if longest > new:
+        config.put("data.max_input_seq_length", longest - new)
+    else:
+        config.refuse("max_length", f"rows of {longest} tokens without room for prompts (max_new_tokens={new})")
+    kind = config.get("loss_type", "sigmoid")
+    name = config.table.tables["online preferences"].get(kind)
+    if name is None:
+        config.refuse("loss_type", f"the loss {kind} in online DPO")
+    config.compute("loss_type", "online_dpo.loss", {"name": name or "dpo"})
+    betas = config.get("beta", 0.1)
+    if isinstance(betas, list) and len(betas) != 1:
+        config.refuse("beta", f"a penalty that changes by epoch (beta={betas})")
+        betas = betas[:1] or [0.1]
+    beta = betas[0] if isinstance(betas, list) else betas
+    config.compute("beta", "online_dpo.reference_policy_kl_penalty", beta)
+    if config.get("missing_eos_penalty"):
+        what = "a penalty for completions without an end (missing_eos_penalty)"
+        config.refuse("missing_eos_penalty", f"{what}. Subtract it in a reward function, or set online_dpo.reward_shaping")
+    _sampling(config)
+    model = config.get("reward_model_path")
+    rewards = [model] if model else config.get("reward_funcs") or []
+    config.notes.append(_reward_note(rewards, config.get("reward_weights")))
 
 
 def _reward_note(rewards: str | list[str], weights: list[float] | None) -> str:
@@ -443,8 +479,9 @@ def _saving(config: Translation) -> None:
     if strategy == "epoch":
         config.notes.append("checkpointing.save_period: 0 saves at the end, as the steps of an epoch are not known")
     if config.get("load_best_model_at_end") or config.get("metric_for_best_model"):
-        config.put("checkpointing.metric_name", "val:reward" if config.algorithm == "grpo" else "val:loss")
-        if config.algorithm != "grpo":
+        has_rewards = config.algorithm in ("grpo", "online_dpo")
+        config.put("checkpointing.metric_name", "val:reward" if has_rewards else "val:loss")
+        if not has_rewards:
             config.put("checkpointing.higher_is_better", False)
     reported = config.get("report_to", [])
     several = [] if reported in ("none", "all") else reported if isinstance(reported, list) else [reported]
