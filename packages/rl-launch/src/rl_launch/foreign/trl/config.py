@@ -385,8 +385,9 @@ def _online_dpo(config: Translation) -> None:
     beta = betas[0] if isinstance(betas, list) else betas
     config.compute("beta", "online_dpo.reference_policy_kl_penalty", beta)
     if config.get("missing_eos_penalty"):
+        remedy = "Subtract it in a reward function, or set online_dpo.reward_shaping"
         what = "a penalty for completions without an end (missing_eos_penalty)"
-        config.refuse("missing_eos_penalty", f"{what}. Subtract it in a reward function, or set online_dpo.reward_shaping")
+        config.refuse("missing_eos_penalty", f"{what}. {remedy}")
     _sampling(config)
     model = config.get("reward_model_path")
     rewards = [model] if model else config.get("reward_funcs") or []
