@@ -44,6 +44,48 @@ def collect_rarely() -> None:
     gc.set_threshold(*_COLLECTIONS)
 
 
+class BodyTooLarge(Exception):
+    """The body of a request is larger than allowed."""
+
+
+async def receive(request: web.BaseRequest, max_bytes: int) -> bytearray:
+    """Return the body of a request.
+
+    Args:
+        request: Request whose body has not been read.
+        max_bytes: Maximum number of bytes.
+
+    Raises:
+        BodyTooLarge: If it has more.
+        TimeoutError: If it does not arrive within `TRANSFER_S`.
+    """
+    if (request.content_length or 0) > max_bytes:
+        raise BodyTooLarge
+    body = bytearray()  # `request.read` would keep the body until the next request of the connection.
+    try:
+        async with asyncio.timeout(TRANSFER_S):
+            async for part in request.content.iter_any():
+                body += part
+                if len(body) > max_bytes:
+                    raise BodyTooLarge
+    except TimeoutError:
+        raise TimeoutError(f"the request did not arrive within {TRANSFER_S:g} s") from None
+    return body
+
+
+async def within_limit(sending: Awaitable[Any]) -> None:
+    """Send a part of an answer.
+
+    Raises:
+        ConnectionResetError: If the client does not read it within `TRANSFER_S`.
+    """
+    try:
+        async with asyncio.timeout(TRANSFER_S):
+            await sending
+    except TimeoutError:
+        raise ConnectionResetError(f"the client has not read its answer for {TRANSFER_S:g} s") from None
+
+
 class SparingLog:
     """Logs events that strangers cause: the first, and then their number, at most once a minute.
 
@@ -107,17 +149,21 @@ class Connections(web.Server):
         serve: Answers a request.
         refuse: Makes the answer to an invalid request, from a status and a message.
         limit: Maximum number of connections; by default half of the files that the process may open.
+        encodings: Encodings of bodies that `serve` decodes itself, with a bound.
 
     Attributes:
         pace: Spreads requests over the passes of the event loop.
     """
 
-    def __init__(self, serve: Handler, refuse: Refuse, *, limit: int | None = None) -> None:
+    def __init__(
+        self, serve: Handler, refuse: Refuse, *, limit: int | None = None, encodings: tuple[str, ...] = ()
+    ) -> None:
         super().__init__(self._handle, handler_cancellation=True)
         self.refuse = refuse
         self.pace = Pace()
         self.unread = SparingLog(_log, "%d requests could not be read as HTTP, the last one because of %s")
         self._serve = serve
+        self._encodings = ("identity", *encodings)
         self._limit = limit or min(MAX_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
         self._num_open = 0
         self._waiting: dict[web.RequestHandler, float] = {}  # Times at which they began to wait, in this order.
@@ -148,8 +194,9 @@ class Connections(web.Server):
         self._waiting.pop(handler, None)
         try:
             await self.pace.turn()
-            if request.headers.get("Content-Encoding", "identity") != "identity":
-                return self.refuse(415, "the body of a request must be sent without Content-Encoding")
+            if request.headers.get("Content-Encoding", "identity") not in self._encodings:
+                allowed = "".join(f" or with {encoding}" for encoding in self._encodings[1:])
+                return self.refuse(415, f"the body of a request must be sent without Content-Encoding{allowed}")
             return await self._serve(request)
         finally:
             if handler.transport is not None:

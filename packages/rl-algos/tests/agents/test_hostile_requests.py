@@ -324,7 +324,7 @@ def test_a_connection_that_drips_is_closed_and_one_that_waits_for_its_answer_is_
 
 
 def test_a_body_that_does_not_arrive_is_answered(monkeypatch):
-    monkeypatch.setattr(endpoint_module, "TRANSFER_S", 0.2)
+    monkeypatch.setattr(connections, "TRANSFER_S", 0.2)
 
     async def main():
         async with served(draws()) as to:

@@ -22,7 +22,7 @@ from rl_algos.agents.dialects.messages import Messages
 from rl_algos.agents.dialects.responses import Responses
 from rl_algos.agents.session import LARGE, AgentSession
 from rl_algos.agents.task_board import Address, TaskBoard
-from rl_algos.connections import TRANSFER_S, Connections, SparingLog
+from rl_algos.connections import BodyTooLarge, Connections, SparingLog, receive, within_limit
 from rl_algos.host_header import host_name
 
 _log = logging.getLogger(__name__)
@@ -255,19 +255,12 @@ class AgentEndpoint:
         return nullcontext() if is_small else self._large
 
     async def _received(self, request: web.BaseRequest) -> bytearray:
-        if (request.content_length or 0) > self._max_body:
-            raise self._too_large()
-        body = bytearray()  # `request.read` would keep the body until the next request of the connection.
         try:
-            async with asyncio.timeout(TRANSFER_S):
-                async for part in request.content.iter_any():
-                    body += part
-                    if len(body) > self._max_body:
-                        raise self._too_large()
-            return body
-        except TimeoutError:
-            problem = f"the request did not arrive within {TRANSFER_S:g} s"
-            raise CallRefused(problem, status=408, code="timeout") from None
+            return await receive(request, self._max_body)
+        except BodyTooLarge:
+            raise self._too_large() from None
+        except TimeoutError as error:
+            raise CallRefused(str(error), status=408, code="timeout") from None
 
     async def _calls(self, asked: Asked) -> web.StreamResponse:
         session = self._session(asked)
@@ -288,8 +281,8 @@ class AgentEndpoint:
             await self._connections.pace.turn()
             body = await session.off_loop(_size(call, answer), lambda: json.dumps(asked.dialect.answer(call, answer)))
             response = web.Response(text=body, content_type="application/json")
-            await _within_limit(response.prepare(asked.request))
-            await _within_limit(response.write_eof())
+            await within_limit(response.prepare(asked.request))
+            await within_limit(response.write_eof())
         except BaseException:
             session.delivered(answer, is_delivered=False)
             raise
@@ -381,20 +374,12 @@ class _EventStream:
             ConnectionError: If the client does not read them.
         """
         if not self.response.prepared:
-            await _within_limit(self.response.prepare(self._request))
-        await _within_limit(self.response.write(events))
+            await within_limit(self.response.prepare(self._request))
+        await within_limit(self.response.write(events))
 
     async def end(self) -> None:
         """Send the end of the answer."""
-        await _within_limit(self.response.write_eof())
-
-
-async def _within_limit(sending: Awaitable[Any]) -> None:
-    try:
-        async with asyncio.timeout(TRANSFER_S):
-            await sending
-    except TimeoutError:
-        raise ConnectionResetError(f"the client has not read its answer for {TRANSFER_S:g} s") from None
+        await within_limit(self.response.write_eof())
 
 
 async def _refuse_method(asked: Asked) -> web.StreamResponse:
