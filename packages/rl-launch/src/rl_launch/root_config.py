@@ -79,6 +79,52 @@ class ClusterConfig(Config):
     are set here take precedence."""
 
 
+class TinkerConfig(Config):
+    """Server of training steps (`rl serve tinker`); other commands do not read it."""
+
+    host: str = "127.0.0.1"
+    """Address to listen at. Addresses other than the loopback address need `keys_file`."""
+    port: int = Field(default=8300, ge=0, le=65535)
+    """Port to listen at; 0 for a free one."""
+    base_model: str | None = None
+    """Name of the base model for clients. The default is `policy.model_name`. Programs that look up a chat template or
+    a tokenizer by the name of the model need its name on the Hugging Face hub if `policy.model_name` is a folder."""
+    keys_file: PathText | None = None
+    """YAML or JSON file of the tenants: a mapping from names to `sha256`, the SHA-256 of the tenant's key in
+    hexadecimal, and the quotas `models`, `steps`, `tokens` and `storage_gb`, all optional. Without it there is a single
+    tenant, who may use any key, and only on the loopback address."""
+    tls_cert: PathText | None = None
+    """Certificate chain in PEM format; with `tls_key`, the server speaks HTTPS."""
+    tls_key: PathText | None = None
+    """Private key of the certificate in PEM format."""
+    queue_dir: PathText | None = None
+    """Folder of the queue, the saved models and the checkpoints. The default is `tinker` in the run directory."""
+    max_models: int = Field(default=64, gt=0)
+    """Maximum number of models of open sessions, of all tenants. Models that are not in use are on the disk."""
+    save_every: int = Field(default=10, gt=0)
+    """Number of optimizer steps of a model between two saves. After a failure the requests since the last save are
+    computed again."""
+    idle_adapter_s: float = Field(default=600.0, gt=0)
+    """Seconds without a heartbeat of its session after which a model moves to the disk. Its next request brings it
+    back."""
+    max_samplers: int = Field(default=8, gt=0)
+    """Number of samplers of a model without a name whose weights are kept: the ones used last. Samplers that were saved
+    under a name are kept until they are deleted."""
+    lora_alpha: float = Field(default=32.0, gt=0)
+    """Alpha of all adapters: the product of an adapter is multiplied by this number and divided by its rank."""
+    refuse_unembed: bool = False
+    """True to refuse models with `train_unembed=True`, the client's default. Otherwise they are accepted with one line
+    in the log: adapters of the unembedding layer are not trained here."""
+    max_body_mb: int = Field(default=64, gt=0)
+    """Maximum number of megabytes of a request, decompressed."""
+    max_queued: int = Field(default=4096, gt=0)
+    """Maximum number of waiting requests of a tenant; more are answered with 429 and sent again by the client."""
+    max_queued_mb: int = Field(default=1024, gt=0)
+    """Maximum number of megabytes of the waiting requests of a tenant."""
+    max_sampling: int = Field(default=256, gt=0)
+    """Maximum number of completions that the engines compute at a time, for all tenants."""
+
+
 class EnvironmentsConfig(Config):
     """Settings of the environments that score completions, by name."""
 
