@@ -11,6 +11,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -184,7 +185,7 @@ class BigramHost:
     async def score(self, token_ids, adapter=None):
         table = self._table(adapter)
         logprobs = table - np.log(np.exp(table).sum(1, keepdims=True))
-        return [0.0, *(float(logprobs[a, b]) for a, b in zip(token_ids, token_ids[1:], strict=False))]
+        return [0.0, *(float(logprobs[a, b]) for a, b in pairwise(token_ids))]
 
 
 def objective(loss, logprobs: np.ndarray, columns) -> tuple[float, np.ndarray]:

@@ -18,6 +18,7 @@ from rl_launch.cli import (
     model_commands,
     plan_commands,
     run_commands,
+    serving_commands,
     submit_commands,
     training_commands,
 )
@@ -56,6 +57,7 @@ for group, name, about in (
     (catalog_commands.environments, "env", "List, run and check environments, which score completions."),
     (catalog_commands.data, "data", "List and show datasets, which provide prompts and conversations."),
     (model_commands.judges, "judge", "Compare a judge with the labels of people."),
+    (serving_commands.app, "serve", "Serve the models of a recipe to programs that train them."),
     (submit_commands.app, "submit", "Run a recipe as a job of a queue, and follow or end the job."),
     (doctor_commands.app, "doctor", "Check this machine: rl doctor [RECIPE] [KEY=VALUE]..."),
 ):

@@ -22,7 +22,7 @@ from rl_core.plugins import (
 )
 from rl_core.user_code import is_in_file
 from rl_launch.backends import models_in
-from rl_launch.root_config import EVAL, POLICY, ClusterConfig, EnvironmentsConfig, RootConfig
+from rl_launch.root_config import EVAL, POLICY, ClusterConfig, EnvironmentsConfig, RootConfig, TinkerConfig
 from rl_launch.run_session.config import CheckpointingConfig, LoggerConfig, ProfilingConfig
 
 
@@ -58,6 +58,8 @@ def root_type(algorithm: AlgorithmPlugin, raw: RawConfig, *, of_run: bool = Fals
     if not of_run:
         may_be = [key for key in algorithm.optional_models if key not in sections and "." not in key]
         sections |= dict.fromkeys(may_be, (model_type() | None, None))
+    if not of_run or raw.is_written("tinker"):
+        sections["tinker"] = (TinkerConfig | None, None)
     if algorithm.generates:
         sections["env"] = environments_type(raw, set(_named_environments(raw)) if of_run else None)
     return assemble("Root", sections, base=RootConfig)  # type: ignore[return-value]  # a subclass of its base
