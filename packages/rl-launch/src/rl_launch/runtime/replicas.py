@@ -288,8 +288,8 @@ class Replicas:
         judging = judging_spec(self._needs, backend.model, opponents, awaits_weights=placement.awaits_weights)
         if placement.awaits_weights:
             placement = replace(placement, reports_routing=backend.reports_routing, keeps_cache=self._needs.keeps_cache)
-        else:
-            # An evaluation trains nothing, and serves whole weights from files.
+        elif backend.model.lora_cfg.max_adapters == 1:
+            # Nothing is sent to it, and it serves whole weights from files.
             config = config.model_copy(update={"lora_sync": "merged"})
         spec = RolloutWorkerSpec(
             generator=backend.plugin.worker,
