@@ -10,7 +10,9 @@ from rl_launch.cli.options import AsJson, Overrides, named, option, write_json
 
 
 def plan(
-    recipe: Annotated[str, named("RECIPE|FILE.yaml|RUN", "Name of a recipe, a YAML file, or a run directory.")],
+    recipe: Annotated[
+        str, named("RECIPE|FILE.yaml|RUN", "Name of a recipe, a YAML file, or a run directory. Optional with --from.")
+    ] = "",
     overrides: Overrides = None,
     device: Annotated[
         str | None, option("--device", "Device to plan for, such as h100 (default: that of the config).", "NAME")
@@ -20,6 +22,10 @@ def plan(
         float | None, option("--tokens", "Mean tokens of a completion, or of a row of data.", min=1)
     ] = None,
     prompt_tokens: Annotated[float | None, option("--prompt-tokens", "Mean tokens of a prompt.", min=1)] = None,
+    run: Annotated[
+        str, option("--from", "Take lengths and times from a run, and simulate what else it could do.", "RUN")
+    ] = "",
+    learn: Annotated[bool, option("--learn", "Correct later plans on this device by the times of that run.")] = False,
     search: Annotated[bool, option("--search", "List the fastest layouts on the same devices.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -34,13 +40,22 @@ def plan(
     [...]}.
     """
     with reported():
+        from rl_core.errors import ConfigError
         from rl_launch.commands.planning import plan_recipe
         from rl_launch.planning.text import as_json as plain
         from rl_launch.planning.text import lines, search_lines
         from rl_launch.planning.workload import Lengths
 
+        if learn and not run:
+            raise ConfigError("--learn needs the run to learn from. Add --from RUN, or remove it.")
         answer = plan_recipe(
-            recipe, overrides or (), device=device, lengths=Lengths(prompt_tokens, tokens), searches=search
+            recipe,
+            overrides or (),
+            device=device,
+            lengths=Lengths(prompt_tokens, tokens),
+            searches=search,
+            run=run,
+            learns=learn,
         )
         if as_json:
             write_json(plain(answer.plan, price=price, change=answer.change, found=answer.found))
@@ -48,4 +63,5 @@ def plan(
         shown = [*lines(answer.plan, price=price, change=answer.change)]
         if search:
             shown += search_lines(answer.found, answer.plan)
+        shown += answer.what_if
         sys.stdout.write("\n".join(shown) + "\n")

@@ -7,10 +7,13 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from rl_core.errors import ConfigError
 from rl_launch.planning.changes import Change, fastest, smallest_change
+from rl_launch.planning.learned import learn, learned, measured_lengths
 from rl_launch.planning.plan import Plan, device_of, plan_run
 from rl_launch.planning.workload import Lengths
 from rl_launch.run_config.reading import read_plan
+from rl_launch.run_session.directory.run_folder import RunFolder
 
 NUM_FOUND = 5
 """Number of layouts that a search shows."""
@@ -23,31 +26,60 @@ class PlanAnswer(NamedTuple):
         plan: The plan.
         change: Smallest change that fits; None if the plan fits, or nothing that was tried does.
         found: Fastest layouts, if they were asked for.
+        what_if: Simulated cases of a finished run as lines of text, if one was named.
     """
 
     plan: Plan
     change: Change | None
     found: Sequence[Change]
+    what_if: Sequence[str] = ()
 
 
 def plan_recipe(
-    recipe: str, overrides: Sequence[str], *, device: str | None, lengths: Lengths, searches: bool
+    recipe: str,
+    overrides: Sequence[str],
+    *,
+    device: str | None,
+    lengths: Lengths,
+    searches: bool,
+    run: str = "",
+    learns: bool = False,
 ) -> PlanAnswer:
     """Plan a recipe.
 
     Args:
-        recipe: Its name, a YAML file, or a run directory.
+        recipe: Its name, a YAML file, or a run directory; empty for the config of `run`.
         overrides: `key=value`.
         device: Name of the device; None for that of the config.
         lengths: Mean lengths that the user states.
         searches: True to list the fastest layouts.
+        run: Run directory whose lengths and times are used; empty for none.
+        learns: True to keep the times of that run for later plans.
 
     Raises:
-        ConfigError: If the config is wrong, or the device is not known.
+        ConfigError: If the config is wrong, the device is not known, or the run has nothing to learn from.
     """
-    run = read_plan(recipe, overrides)
-    accelerator, kind = device_of(run, device)
-    planner = partial(plan_run, name=Path(recipe).stem, accelerator=accelerator, device=kind, lengths=lengths)
-    planned = planner(run)
-    change = smallest_change(run, planner) if planned.fits is False else None
-    return PlanAnswer(planned, change, fastest(run, planner, num=NUM_FOUND) if searches else ())
+    if not recipe and not run:
+        raise ConfigError("Name a recipe, such as grpo-math-1b, or a run with --from RUN. rl recipes lists the recipes")
+    folder = RunFolder(run) if run else None
+    if folder is not None:
+        lengths = Lengths(
+            *(given or own for given, own in zip(lengths, measured_lengths(folder.metrics()), strict=True))
+        )
+    read = read_plan(recipe or run, overrides)
+    accelerator, kind = device_of(read, device)
+    name = Path(recipe or run).stem
+    if folder is not None and learns:
+        own = read_plan(run)
+        learn(folder, plan_run(own, name, accelerator=accelerator, device=kind, lengths=lengths))
+    factors = learned(accelerator.name)
+    planner = partial(plan_run, name=name, accelerator=accelerator, device=kind, lengths=lengths, factors=factors)
+    planned = planner(read)
+    change = smallest_change(read, planner) if planned.fits is False else None
+    found = fastest(read, planner, num=NUM_FOUND) if searches else ()
+    what_if: Sequence[str] = ()
+    if folder is not None and planned.engine is not None:
+        from rl_launch.planning.what_if import RunFacts, lines
+
+        what_if = list(lines(RunFacts.of_run(folder, planned)))
+    return PlanAnswer(planned, change, found, what_if)

@@ -16,8 +16,6 @@ GB = 10**9
 CPU_NAME = "cpu"
 """Name of the entry for a core of this machine's processor."""
 
-PRODUCTS = 0.63
-"""Share of `flops` that large matrix products reach: 620 of 989 TFLOP/s of an H100."""
 ATTENTION = 0.34
 """The same of flash attention, both passes."""
 MEMORY = 0.78
@@ -27,6 +25,8 @@ LINKS = 0.8
 LAUNCH_SECONDS = 53e-6
 """Seconds of the host for each operation of a layer that is not captured in a graph, with the code around it; measured
 on one H100 (`benchmarks/results/gpu_check.md`)."""
+DECODE_MEMORY = 0.6
+"""The same of an engine's decoding steps, whose kernels are many and small."""
 DECODE_SECONDS = 4e-3
 """Seconds of an engine for each decoding step next to its kernels: scheduling, sampling and the start of a graph."""
 DISK_RATE = 2 * GB
@@ -47,6 +47,7 @@ class Accelerator:
         node_rate: Bytes per second that it sends to others in the node.
         network_rate: Bytes per second that it sends to other nodes.
         host_rate: Bytes per second to and from the host's memory.
+        products_share: Share of `flops` that large matrix products reach, less where power limits them.
     """
 
     name: str
@@ -58,10 +59,19 @@ class Accelerator:
     node_rate: float
     network_rate: float
     host_rate: float
+    products_share: float
 
-    def link_rate(self, ranks: int, ranks_per_node: int) -> float:
-        """Return the bytes per second that each of so many ranks sends in a collective of large tensors."""
-        return LINKS * (self.node_rate if ranks <= ranks_per_node else self.network_rate)
+    def link_rate(self, ranks: int, ranks_per_node: int, *, of_node: int = 1) -> float:
+        """Return the bytes per second that each rank receives in a collective of large tensors.
+
+        Args:
+            ranks: Ranks from the first to the last of the group, also those between that are not in it.
+            ranks_per_node: Ranks of a node.
+            of_node: Ranks of the group on each node. What they gather enters a node once, through the adapters of all.
+        """
+        if ranks <= ranks_per_node:
+            return LINKS * self.node_rate
+        return LINKS * min(self.node_rate, max(1, of_node) * self.network_rate)
 
 
 @cache
@@ -79,6 +89,7 @@ def accelerators() -> Mapping[str, Accelerator]:
             row["node_gb_per_s"] * GB,
             row["network_gb_per_s"] * GB,
             row["host_gb_per_s"] * GB,
+            row["products_share"],
         )
         for name, row in table.items()
     }

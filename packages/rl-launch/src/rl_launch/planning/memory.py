@@ -17,6 +17,8 @@ from rl_launch.planning.workload import microbatch_tokens
 GIB = 2**30
 LOGIT_COPIES = 3
 """Float32 tensors of the size of a chunk's logits that the head has at one time."""
+END_WIDTHS = 5
+"""Tensors of the width of hidden states that stay outside of layers."""
 HEAD_CHUNK = 1024
 """Tokens whose logits exist at one time if the config does not say."""
 UNIT_BYTES = 256 * 2**20
@@ -98,7 +100,10 @@ def activation_bytes(
         tokens: Tokens of a microbatch on a rank.
     """
     itemsize = ITEM_BYTES[model.precision]
-    dense, experts = (shape.kept(layout, itemsize, has_experts=has) for has in (False, bool(shape.experts)))
+    trains_norms = not model.lora_cfg.enabled
+    dense, experts = (
+        shape.kept(layout, itemsize, has_experts=has, trains_norms=trains_norms) for has in (False, bool(shape.experts))
+    )
     # The last stage's layers, which have experts; a stage that begins with dense layers keeps less.
     first = max(0, shape.dense_layers - (shape.layers - recomputed.layers)) if shape.experts else recomputed.layers
     kept, largest = 0.0, 0.0
@@ -113,7 +118,9 @@ def activation_bytes(
             kept += layer.none
     # A layer that is recomputed has all of its activations while its backward pass runs.
     again = largest if recomputed.full + recomputed.selective else 0.0
-    return tokens * (held_passes(layout) * kept + again)
+    # The norm after the last layer, and the states that logits are computed from.
+    ends = END_WIDTHS * shape.hidden * itemsize / (layout.tensor if layout.splits_tokens else 1)
+    return tokens * (held_passes(layout) * kept + again + ends)
 
 
 def logit_bytes(shape: Shape, layout: RankLayout, model: ModelConfig) -> float:

@@ -7,8 +7,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rl_core.devices import CPU, CUDA, Device, device_named
-from rl_core.facts.model_size import ModelSize, size_of_name, trained_size
+from rl_core.facts.model_size import WIDE_BYTES, ModelSize, size_of_name, trained_size
+from rl_core.facts.optimizer_arguments import state_bytes
 from rl_core.facts.rank_layout import EngineLayout, RankLayout
+from rl_core.model import HEADLESS_ROLES
 from rl_core.weights import ITEM_BYTES
 from rl_launch.backends import ModelBackend
 from rl_launch.cluster.device import AUTO
@@ -230,7 +232,7 @@ def plan_run(
         usages=tuple(usages),
         seconds={},
         host_bytes=_host_bytes(roles, topology, device, saves_later=plan.config.checkpointing.async_save),
-        checkpoint_bytes=sum(_checkpoint_bytes(role) for role in roles),
+        checkpoint_bytes=sum(checkpoint_bytes(role.rank) for role in roles if role.rank is not None and role.trains),
         num_checkpoints=num_checkpoints(plan),
         factors=factors,
         problems=tuple(_problems(roles, engine, usages, topology, work, device)),
@@ -288,18 +290,18 @@ def _role(role: str, model: ModelBackend, topology: Topology, device: Device, ac
     if size is None or model.plugin.memory is None:
         return found
     whole = size
-    if model.spec.role == "critic" or model.spec.role == "reward":
+    layout = RankLayout(data=own.count)
+    if model.plugin.layout is not None:
+        layout = model.plugin.layout(config, model.backend, own.count, device)
+    if model.spec.role in HEADLESS_ROLES:
         size = replace(size, head=0)
     trained = ModelSize(0)
     if model.spec.trains:
         trained = trained_size(config, fields, size)
         if config.lora_cfg.enabled:
-            trained = ModelSize(adapter_parameters(fields, config.lora_cfg) if fields else 0)
+            trained = ModelSize(adapter_parameters(fields, config.lora_cfg, layout.tensor) if fields else 0)
             size = replace(size, layers=size.layers + trained.layers)
     memory = model.plugin.memory(config, model.backend, size, own.count, trained=trained)
-    layout = RankLayout(data=own.count)
-    if model.plugin.layout is not None:
-        layout = model.plugin.layout(config, model.backend, own.count, device)
     rank = TrainingRank(config, shape, size, trained, layout, memory)
     recomputed = None
     if trained.count:
@@ -402,16 +404,12 @@ def _host_bytes(roles: list[RolePlan], topology: Topology, device: Device, *, sa
     return total
 
 
-def _checkpoint_bytes(role: RolePlan) -> float:
+def checkpoint_bytes(rank: TrainingRank) -> float:
     """Return the bytes of a checkpoint: float32 weights and optimizer state of what trains, and Hugging Face files."""
-    rank = role.rank
-    if rank is None or not role.trains:
-        return 0.0
-    count = rank.trained.count
-    state = rank.memory.optimizer / rank.memory.gradients if rank.memory.gradients else 2.0
-    wide = 4 * count
-    files = rank.size.count * ITEM_BYTES[rank.model.precision]
-    return wide * (1 + state) + files
+    trained, each = rank.trained, state_bytes(rank.model.optimizer.name, rank.model.optimizer.kwargs)
+    matrices = trained.layers + trained.experts
+    state = matrices * each.matrices + (trained.count - matrices) * each.others
+    return WIDE_BYTES * trained.count + state + rank.size.count * ITEM_BYTES[rank.model.precision]
 
 
 def _problems(

@@ -6,7 +6,14 @@ from dataclasses import dataclass
 
 from rl_core.facts.model_size import WIDE_BYTES
 from rl_core.weights import ITEM_BYTES
-from rl_launch.planning.accelerators import ATTENTION, DECODE_SECONDS, LAUNCH_SECONDS, MEMORY, PRODUCTS, Accelerator
+from rl_launch.planning.accelerators import (
+    ATTENTION,
+    DECODE_MEMORY,
+    DECODE_SECONDS,
+    LAUNCH_SECONDS,
+    MEMORY,
+    Accelerator,
+)
 from rl_launch.planning.memory import EngineRank, Recomputed, TrainingRank, whole_parameters
 from rl_launch.planning.workload import Workload, num_microbatches
 
@@ -16,8 +23,9 @@ MOVED, MOVED_UNFUSED = 3.5, 9.0
 """Bytes that kernels other than products read and write, for each byte that a layer keeps, forward and backward."""
 FORWARD_SHARE = 0.35
 """Share of them in the forward pass."""
-LAUNCHES, LAUNCHES_UNFUSED, LAUNCHES_EXPERTS = 52, 170, 35
-"""Operations of a layer, forward and backward, and those that experts add."""
+LAUNCHES, LAUNCHES_UNFUSED, LAUNCHES_EXPERTS = 140, 170, 35
+"""Operations of a layer, forward and backward, and those that experts add. With fused kernels there are 52, but the host
+takes six times as long for one of those (`benchmarks/results/gpu_check.md`)."""
 SYNC_SECONDS = 0.05
 """Seconds of a weight sync next to its bytes: agreement of the processes, and verification."""
 
@@ -63,7 +71,7 @@ def pass_seconds(
     attending = work.num_rows / data * shape.attention_flops(work.row) * per_stage / inside
     attending *= (3.5 if training else 1.0) + again
     peak = chip.flops
-    compute = (products + head) / (PRODUCTS * peak) + attending / (ATTENTION * peak)
+    compute = (products + head) / (chip.products_share * peak) + attending / (ATTENTION * peak)
     itemsize = ITEM_BYTES[rank.model.precision]
     kept = shape.kept(layout, itemsize, has_experts=bool(shape.experts)).none
     moved = (MOVED if layout.is_fused else MOVED_UNFUSED) * kept * (1.0 if training else FORWARD_SHARE)
@@ -72,17 +80,18 @@ def pass_seconds(
     launches *= (1.0 + again / 3) if training else FORWARD_SHARE
     host = count * launches * shape.layers * per_stage * machines.launch_seconds
     exchanged = 0.0
-    ranks = layout.tensor * layout.context * data
+    ranks, of_node = inside * data, machines.ranks_per_node // layout.tensor
+    link = chip.link_rate(ranks, machines.ranks_per_node, of_node=of_node)
     if layout.is_sharded and data * layout.context > 1:
         whole = whole_parameters(rank.size, layout)
         gathers = count * (2 if training else 1) * whole * itemsize
         if training:
             gathers += work.updates / work.passes * whole_parameters(rank.trained, layout) * WIDE_BYTES
-        exchanged = gathers / chip.link_rate(ranks, machines.ranks_per_node)
+        exchanged = gathers / link
     elif training and data > 1:
         whole = whole_parameters(rank.trained, layout)
         exchanged = work.updates / work.passes * whole * (WIDE_BYTES + itemsize)
-        exchanged /= chip.link_rate(ranks, machines.ranks_per_node)
+        exchanged /= link
     waits = 0.0
     if layout.tensor > 1:
         share = 2 * (layout.tensor - 1) / layout.tensor
@@ -118,7 +127,7 @@ def decode_seconds(engine: EngineRank, slots: float, row: float, machines: Machi
     read = (dense + experts) * layout.weight_bytes / layout.pipeline
     read += slots * row * engine.cache_of_token
     flops = 2 * slots * (shape.products + shape.head_products) / (layout.tensor * layout.pipeline)
-    kernels = max(read / (MEMORY * chip.memory_rate), flops / (PRODUCTS * chip.flops))
+    kernels = max(read / (DECODE_MEMORY * chip.memory_rate), flops / (chip.products_share * chip.flops))
     if layout.tensor > 1:
         share = 2 * (layout.tensor - 1) / layout.tensor
         bytes_each = slots * shape.hidden * 2 * share * shape.layers
@@ -147,7 +156,7 @@ def generation_seconds(engine: EngineRank, cache: float, work: Workload, replica
     # While the batch shrinks, half of it is there on average.
     tail = max(0.0, work.longest - work.completion) * decode_seconds(engine, max(1.0, slots / 8), work.row, machines)
     prompts = work.prompt * rows / work.group
-    prefill = 2 * prompts * (shape.products + shape.head_products) / layout.tensor / (PRODUCTS * chip.flops)
+    prefill = 2 * prompts * (shape.products + shape.head_products) / layout.tensor / (chip.products_share * chip.flops)
     return bulk + tail + prefill
 
 
@@ -157,6 +166,7 @@ def sync_seconds(rank: TrainingRank, engine: EngineRank, machines: Machines, *, 
     itemsize = ITEM_BYTES[rank.model.precision]
     chip, layout = machines.accelerator, rank.layout
     gathered = whole_parameters(rank.size, layout) * itemsize * layout.pipeline * layout.tensor
-    link = chip.link_rate(layout.data * layout.tensor * layout.pipeline * layout.context, machines.ranks_per_node)
+    ranks = layout.data * layout.tensor * layout.pipeline * layout.context
+    link = chip.link_rate(ranks, machines.ranks_per_node, of_node=machines.ranks_per_node)
     copied = received / (chip.host_rate if is_shared else chip.link_rate(10**6, machines.ranks_per_node))
     return gathered / link + copied + SYNC_SECONDS

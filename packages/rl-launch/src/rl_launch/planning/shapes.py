@@ -163,7 +163,7 @@ class Shape:
         head = self.queries / self.heads
         return self.layers * max(self.cached / tensor, 2 * head)
 
-    def kept(self, layout: RankLayout, itemsize: int, *, has_experts: bool) -> Kept:
+    def kept(self, layout: RankLayout, itemsize: int, *, has_experts: bool, trains_norms: bool = True) -> Kept:
         """Return what a layer keeps of a token on one rank.
 
         Tensors between blocks, which have the width of hidden states, are whole on tensor-parallel ranks unless these
@@ -173,6 +173,7 @@ class Shape:
             layout: Ranks that share the layer.
             itemsize: Bytes of a value in the dtype that the model computes in.
             has_experts: True for a layer with experts.
+            trains_norms: False if the weights of norms are frozen, so that their inputs need not stay.
         """
         shared = layout.tensor if layout.splits_tokens else 1
         h, q, k, v = self.hidden, self.queries, self.keys, self.values
@@ -185,7 +186,7 @@ class Shape:
             within += 2 * self.low + k  # Low-rank projections with their norms, and the result of the second one.
             results += self.low
         within += self.normed  # Queries and keys before their norms.
-        if layout.joins_projections and not self.normed:
+        if layout.joins_projections:
             within += q + k
         if has_experts:
             copies, wide = float(self.active * h), float(self.active * self.expert_inner)
@@ -204,13 +205,18 @@ class Shape:
             numbers += 4 * WIDE_BYTES * self.experts / shared  # Scores of the router.
         if not layout.is_fused:
             # Unfused norms keep their normalised input, in float32 if that is wider, and gates their activation.
-            wide_norms = 2 if itemsize < WIDE_BYTES else 1
+            wide_norms = (1 if itemsize < WIDE_BYTES else 0) + trains_norms
             between += 2 * wide_norms * h
-            within += width + (wide_norms * self.normed)
+            within += width + wide_norms * self.normed
+            numbers += 2 * itemsize * self.queries / self.heads  # Cosines and sines of the rotation.
             if has_experts:
                 between += self.active * h  # Results of experts before their weights.
             if layout.joins_projections:
-                within += q
+                # Rows are attended one by one and joined, with the keys and values of all context-parallel ranks.
+                within += q + (2 * layout.context * k if layout.context > 1 else 0)
+        if layout.splits_tokens and not layout.joins_projections:
+            # Gathered inputs of both blocks stay. Megatron gathers them again in the backward pass.
+            between += 2 * h * (layout.tensor - 1)
         scale_between, scale_within = itemsize / shared, itemsize / layout.tensor
         return Kept(
             none=between * scale_between + within * scale_within + numbers,
@@ -221,12 +227,13 @@ class Shape:
         )
 
 
-def adapter_parameters(fields: Mapping[str, Any], lora: Any) -> float:
+def adapter_parameters(fields: Mapping[str, Any], lora: Any, tensor: int = 1) -> float:
     """Return the number of parameters of low-rank adapters, as far as the usual names of layers determine it.
 
     Args:
         fields: Fields of the language model's Hugging Face config.
         lora: Section `lora_cfg` of the model.
+        tensor: Tensor-parallel ranks, which all have the side of an adapter that is not split; it counts as often.
     """
     shape = Shape.of(fields)
     if shape is None or not lora.enabled:
@@ -243,11 +250,11 @@ def adapter_parameters(fields: Mapping[str, Any], lora: Any) -> float:
     excluded = {name.rpartition(".")[2] for name in lora.exclude_modules}
 
     def sizes(found: Mapping[str, tuple[int, int]]) -> float:
-        chosen = (
-            ends
-            for name, ends in found.items()
-            if (name in targets or (lora.match_all_linear and not targets)) and name not in excluded
+        chosen = [name for name in found if (name in targets or not targets) and name not in excluded]
+        # The output is split, except for the two whose input is.
+        whole = {name: int(name in ("o_proj", "down_proj")) for name in chosen}
+        return float(
+            sum(lora.dim * (tensor * found[name][side] + found[name][1 - side]) for name, side in whole.items())
         )
-        return float(sum(lora.dim * sum(each) for each in chosen))
 
     return shape.layers * sizes(ends) + shape.dense_layers * sizes(mlp)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from rl_launch.planning.accelerators import MEMORY
 from rl_launch.planning.changes import Change
 from rl_launch.planning.plan import Plan
 
@@ -101,8 +102,8 @@ def lines(plan: Plan, *, price: float | None, change: Change | None) -> Iterator
 def _assumptions(plan: Plan) -> Sequence[str]:
     chip = plan.machines.accelerator
     rates = (
-        f"products reach 63% of {chip.flops / 1e12:,.3g} TFLOP/s and kernels that move data 78% of "
-        f"{chip.memory_rate / 1e9:,.0f} GB/s"
+        f"products reach {chip.products_share:.0%} of {chip.flops / 1e12:,.3g} TFLOP/s and kernels that move data "
+        f"{MEMORY:.0%} of {chip.memory_rate / 1e9:,.0f} GB/s"
     )
     learned = (
         () if plan.factors.runs else ("no run on this device has corrected the times (rl plan --from RUN --learn)",)

@@ -1,0 +1,104 @@
+"""The bytes that `rl plan` states are those of real ranks, on every mesh of both backends."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from planned_ranks import trained_bytes
+
+from rl_algos.tiny_model import make_tiny_model
+from rl_core.devices import CPU
+from rl_core.facts.model_size import ModelSize
+from rl_core.model_config import LoraConfig, ModelConfig, OptimizerConfig, SequencePackingConfig
+from rl_core.plugins import POLICIES, plugin
+from rl_core.selfcheck.rank_pool import RankPool, preload
+from rl_launch.planning.memory import Recomputed, TrainingRank, activation_bytes
+from rl_launch.planning.plan import checkpoint_bytes, fields_of
+from rl_launch.planning.shapes import Shape, adapter_parameters
+
+LENGTHS = (64, 64, 64, 64)
+"""Rows of equal length, so that every rank has as many tokens."""
+TOLERANCE = 0.1
+MESHES: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "dtensor one rank": ("dtensor", 1, {}),
+    "dtensor fsdp2": ("dtensor", 2, {}),
+    "dtensor tp2": ("dtensor", 2, {"tensor_parallel_size": 2}),
+    "dtensor tp2 with tokens": ("dtensor", 2, {"tensor_parallel_size": 2, "sequence_parallel": True}),
+    "dtensor pp2": ("dtensor", 2, {"pipeline_parallel_size": 2}),
+    "dtensor cp2": ("dtensor", 2, {"context_parallel_size": 2}),
+    "dtensor tp2 x fsdp2": ("dtensor", 4, {"tensor_parallel_size": 2}),
+    "megatron one rank": ("megatron", 1, {}),
+    "megatron dp2": ("megatron", 2, {}),
+    "megatron tp2": ("megatron", 2, {"tensor_model_parallel_size": 2}),
+    "megatron tp2 with tokens": ("megatron", 2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+    "megatron pp2": ("megatron", 2, {"pipeline_model_parallel_size": 2}),
+    "megatron cp2": ("megatron", 2, {"context_parallel_size": 2}),
+    "megatron tp2 x dp2": ("megatron", 4, {"tensor_model_parallel_size": 2}),
+}
+
+
+@pytest.fixture(scope="module")
+def pool():
+    preload("rl_dtensor.worker")
+    with RankPool(4) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    make_tiny_model(folder, hidden_size=256, num_layers=4, num_heads=8, num_key_value_heads=4)
+    return folder
+
+
+def planned(config, backend, num_ranks, settings):
+    found = plugin(POLICIES, backend)
+    own = found.config(**settings)
+    fields, _ = fields_of(config)
+    shape = Shape.of(fields)
+    size = trained = shape.size
+    if config.lora_cfg.enabled:
+        tensor = found.layout(config, own, num_ranks, CPU).tensor
+        trained = ModelSize(adapter_parameters(fields, config.lora_cfg, tensor))
+        size = ModelSize(size.layers + trained.layers, embedding=size.embedding, head=size.head)
+    memory = found.memory(config, own, size, num_ranks, trained=trained)
+    return TrainingRank(config, shape, size, trained, found.layout(config, own, num_ranks, CPU), memory)
+
+
+@pytest.mark.parametrize("adapters", [False, True], ids=["all weights", "adapters"])
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_rank_holds_the_bytes_of_the_plan(mesh, adapters, pool, model, tmp_path):
+    backend, num_ranks, settings = MESHES[mesh]
+    config = ModelConfig(
+        model_name=str(model),
+        precision="float32",
+        max_total_sequence_length=64,
+        sequence_packing=SequencePackingConfig(train_mb_tokens=4096, logprob_mb_tokens=4096),
+        optimizer=OptimizerConfig(name="torch.optim.AdamW", kwargs={"lr": 1e-3}),
+        lora_cfg=LoraConfig(enabled=adapters, dim=8),
+    )
+    rank = planned(config, backend, num_ranks, settings)
+    given = (backend, settings, config, LENGTHS, str(tmp_path / "checkpoint"))
+    ranks = pool.run(trained_bytes, [given] * num_ranks, timeout_s=600)
+    parts = rank.state
+    expected = {
+        "weights": parts["weights"],
+        "gradients": parts["gradients"],
+        "optimizer": parts["optimizer state"],
+        "saved": saved_bytes(rank),
+        "checkpoint": checkpoint_bytes(rank),
+    }
+    fullest = {name: max(each[name] for each in ranks) for name in expected}
+    ratios = {name: round(found / expected[name], 3) for name, found in fullest.items()}
+    print(f"{mesh}, {'adapters' if adapters else 'all weights'}: {ratios}")
+    for name, found in fullest.items():
+        assert found == pytest.approx(expected[name], rel=TOLERANCE), name
+
+
+def saved_bytes(rank):
+    """What autograd keeps of all rows of a rank; of a pipeline rank too, whose microbatches are counted together."""
+    layout = replace(rank.layout, pipeline=1)
+    tokens = sum(LENGTHS) / layout.data / layout.context
+    return activation_bytes(rank.shape, layout, rank.model, Recomputed(0, 0, rank.layers), tokens=tokens)
