@@ -56,7 +56,7 @@ def serve(tmp_path, monkeypatch):
         def start(make=hosting, folder="queue", **settings):
             config = TinkerConfig(**{"port": 0, "save_every": 3, **settings})
             served = Served(tmp_path / folder, [], make, config)
-            stack.callback(served.close)
+            stack.callback(lambda: served.close())
             return served
 
         yield start

@@ -53,7 +53,7 @@ def run_of(recipe: str | Mapping[str, Any], overrides: Sequence[str] = (), start
     """
     point = BranchPoint.parse(start) if start else None
     if isinstance(recipe, Mapping) and recipe:
-        plan = read_plan(recipe, overrides)
+        plan = _trained_plan(recipe, overrides)
         name = plan.plugin.name
         folder = _folder(plan.config.run_dir, name)
         return GivenRun(_as_recorded(plan, recipe, overrides, folder), folder, name, point)
@@ -62,7 +62,7 @@ def run_of(recipe: str | Mapping[str, Any], overrides: Sequence[str] = (), start
         recipe, overrides = str(point.run.path), [*([recipe] if recipe else []), *overrides]
     recipe = _run_to_resume(recipe) if point is None else recipe
     name = recipe_name(recipe)
-    plan = read_plan(recipe, overrides)
+    plan = _trained_plan(recipe, overrides)
     # the folder of the run that was given as the recipe, unless another branches from it
     given = Path(recipe).expanduser()
     is_of_run = is_run(given) and not any(override.startswith(_RUN_DIR) for override in overrides)
@@ -70,6 +70,18 @@ def run_of(recipe: str | Mapping[str, Any], overrides: Sequence[str] = (), start
     if not is_of_run or point is not None:
         folder = _folder(None if is_of_run else plan.config.run_dir, name)
     return GivenRun(_as_recorded(plan, recipe, overrides, folder), folder, name, point)
+
+
+def _trained_plan(source: str | Mapping[str, Any], overrides: Sequence[str]) -> RunPlan:
+    """Read the config of a run that trains.
+
+    Raises:
+        ConfigError: If there are problems, or a section that only another command reads.
+    """
+    plan = read_plan(source, overrides)
+    if vars(plan.config).get("tinker") is not None:
+        raise ConfigError("tinker: rl train does not read this section. Remove it, or run rl serve tinker")
+    return plan
 
 
 def _as_recorded(plan: RunPlan, recipe: str | Mapping[str, Any], overrides: Sequence[str], folder: Path) -> RunPlan:
