@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from tinker import types
 from tinker.proto import tinker_public_pb2 as pb
 
+from rl_core.errors import RequestRefused as RefusedByEngine
 from rl_core.rollouts.generation import GenerationRequest, SamplingParams
 from rl_core.rollouts.rollout import Completion
 from rl_launch.tinker.checkpoints import Checkpoints
@@ -208,9 +209,15 @@ class Sampling:
             async with self._room:
                 return await host.score(ids.tolist(), adapter)
 
-        async with asyncio.TaskGroup() as group:
-            scoring = group.create_task(score()) if given.prompt_logprobs else None
-            sampled = [group.create_task(one(number)) for number in range(given.num_samples)]
+        try:
+            async with asyncio.TaskGroup() as group:
+                scoring = group.create_task(score()) if given.prompt_logprobs else None
+                sampled = [group.create_task(one(number)) for number in range(given.num_samples)]
+        except ExceptionGroup as failed:
+            # All of them come from one engine, so one of them is the cause.
+            error = failed.exceptions[0]
+            refused = RequestRefused(str(error)) if isinstance(error, RefusedByEngine) else error
+            raise refused from None
         answer = pb.SampleResponse()
         for completion in (task.result() for task in sampled):
             sequence = answer.sequences.add()

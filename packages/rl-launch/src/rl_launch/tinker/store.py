@@ -250,7 +250,8 @@ class Store:
         """Return the finished requests that have changed a model after this number, in order, without bodies."""
         marks = ", ".join("?" * len(kinds))
         return self.rows(
-            f"SELECT id, seq, kind FROM requests WHERE scope = ? AND seq > ? AND state = 'done' AND kind IN ({marks}) "
+            "SELECT id, seq, kind, body IS NOT NULL AS has_body FROM requests "
+            f"WHERE scope = ? AND seq > ? AND state = 'done' AND kind IN ({marks}) "
             "ORDER BY seq",
             *(model, seq, *kinds),
         )

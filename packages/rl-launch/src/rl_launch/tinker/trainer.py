@@ -312,7 +312,7 @@ class Trainer:
             held.close()
         except Exception as error:  # noqa: BLE001 - what has failed may fail to end as well
             _log.warning("the host that failed did not end cleanly: %s", error)
-        for model in self._models.values():
+        for model in list(self._models.values()):
             model.is_on_device = model.has_gradient = False
         try:
             self.host = self._enter_host()
@@ -346,7 +346,7 @@ class Trainer:
                 self._store.finish(waiting.request, state="failed", media=JSON, result=outcome.body)
             steps = model.steps + (is_done and waiting.kind == "optim_step")
             self._store.change(
-                "UPDATE models SET next_seq = ?, stepped_seq = ?, steps = ?, ended = ? WHERE id = ?",
+                "UPDATE models SET next_seq = ?, stepped_seq = ?, steps = ?, ended = MAX(ended, ?) WHERE id = ?",
                 # A model that could not be made does not count as one.
                 *(seq + 1, stepped, steps, int(stepped < 0), model.id),
             )
@@ -379,6 +379,9 @@ class Trainer:
         model.used = time.monotonic()
         if model.is_on_device:
             return
+        changes = self._store.changes_since(model.id, model.saved_seq)
+        if lost := [row["seq"] for row in changes if not row["has_body"]]:
+            raise self._lost(model, f"its request {lost[0]} is not stored any more")
         self._make_room(beside)
         if model.saved_seq >= 0:
             folder = self._save_folder(model, model.saved_seq)
@@ -388,10 +391,8 @@ class Trainer:
         else:
             self.host.create(model.adapter, model.settings)
         model.is_on_device, model.has_gradient = True, False
-        for row in self._store.changes_since(model.id, model.saved_seq):
+        for row in changes:
             body = self._store.body(row["id"])
-            if not body:
-                raise self._lost(model, f"its request {row['seq']} is not stored any more")
             if row["kind"] == "optim_step":
                 self.host.apply(model.adapter, step_settings(adam_params(body)))
                 model.has_gradient = False
@@ -411,7 +412,7 @@ class Trainer:
         Args:
             beside: Models that stay on the device.
         """
-        held = [each for each in self._models.values() if each.is_on_device]
+        held = [each for each in list(self._models.values()) if each.is_on_device]
         if len(held) >= self.host.num_slots:
             free = [each for each in held if each not in beside]
             # A gradient is computed again when its model comes back.
