@@ -100,7 +100,8 @@ def activation_bytes(
         tokens: Tokens of a microbatch on a rank.
     """
     itemsize = ITEM_BYTES[model.precision]
-    trains_norms = not model.lora_cfg.enabled
+    # Layers of Megatron keep what norms need whether their weights train or not.
+    trains_norms = layout.joins_projections or not model.lora_cfg.enabled
     dense, experts = (
         shape.kept(layout, itemsize, has_experts=has, trains_norms=trains_norms) for has in (False, bool(shape.experts))
     )
