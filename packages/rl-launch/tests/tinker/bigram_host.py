@@ -42,10 +42,10 @@ END = 0
 class Adapter:
     """Two factors of a table of logits, with their moments and gradients."""
 
-    def __init__(self, settings: AdapterSettings) -> None:
+    def __init__(self, settings: AdapterSettings, vocab_size: int) -> None:
         self.scale = settings.alpha / settings.rank
-        first = np.random.default_rng(settings.seed).normal(size=(VOCAB, settings.rank)) / math.sqrt(settings.rank)
-        self.factors = [first, np.zeros((settings.rank, VOCAB))]
+        first = np.random.default_rng(settings.seed).normal(size=(vocab_size, settings.rank))
+        self.factors = [first / math.sqrt(settings.rank), np.zeros((settings.rank, vocab_size))]
         self.moments = [np.zeros((2, *factor.shape)) for factor in self.factors]
         self.steps = 0
         self.gradient: list[np.ndarray] | None = None
@@ -72,10 +72,12 @@ class Adapter:
 
 class BigramHost:
     base_model, tokenizer = "tiny/bigram", "tiny/bigram"
-    max_length, vocab_size, max_rank = 64, VOCAB, 8
+    max_rank = 8
 
-    def __init__(self, num_slots: int = 4, calls: Path | None = None) -> None:
-        self.num_slots = num_slots
+    def __init__(
+        self, num_slots: int = 4, calls: Path | None = None, vocab_size: int = VOCAB, max_length: int = 64
+    ) -> None:
+        self.num_slots, self.vocab_size, self.max_length = num_slots, vocab_size, max_length
         self.adapters: dict[str, Adapter] = {}
         self.num_together: list[int] = []
         self._calls = calls
@@ -88,7 +90,7 @@ class BigramHost:
 
     def create(self, adapter, settings):
         assert len(self.adapters) < self.num_slots
-        self.adapters[adapter] = Adapter(settings)
+        self.adapters[adapter] = Adapter(settings, self.vocab_size)
 
     def accumulate(self, works: Sequence[AdapterWork]):
         assert len({work.adapter for work in works}) == len(works)
@@ -101,7 +103,7 @@ class BigramHost:
     def _passed(self, work: AdapterWork, *, learns: bool):
         adapter = self.adapters[work.adapter]
         tokens, targets = work.batch.ragged(TOKENS), work.batch.ragged(TARGETS)
-        table, on_table = adapter.table, np.zeros((VOCAB, VOCAB))
+        table, on_table = adapter.table, np.zeros((self.vocab_size, self.vocab_size))
         read = np.zeros(targets.values.shape, dtype=np.float32)
         loss = 0.0
         for start, end in zip(tokens.offsets, tokens.offsets[1:], strict=False):
@@ -161,7 +163,7 @@ class BigramHost:
 
     def _table(self, adapter: Path | None) -> np.ndarray:
         if adapter is None:
-            return np.zeros((VOCAB, VOCAB))
+            return np.zeros((self.vocab_size, self.vocab_size))
         # As an engine does, it keeps what it has loaded from a folder.
         if adapter not in self._exported:
             self._exported[adapter] = np.load(adapter / "table.npy")
@@ -175,7 +177,7 @@ class BigramHost:
         while len(ids) < params.max_new_tokens and (not ids or ids[-1] not in params.stop_token_ids):
             logits = table[token] / (params.temperature or 1e-6)
             found = logits - np.log(np.exp(logits - logits.max()).sum()) - logits.max()
-            token = int(random.choice(VOCAB, p=np.exp(found) / np.exp(found).sum()))
+            token = int(random.choice(self.vocab_size, p=np.exp(found) / np.exp(found).sum()))
             ids.append(token)
             logprobs.append(found[token])
         reason = "stop" if ids[-1] in params.stop_token_ids else "length"

@@ -130,7 +130,8 @@ class TinkerServer:
         """Build the host, restore the queue and listen.
 
         Raises:
-            OSError: If somebody else listens at the port.
+            ConfigError: If somebody else listens at the port.
+            RLError: If the host does not start.
         """
         loop = asyncio.get_running_loop()
         self.ended = loop.create_future()
@@ -152,7 +153,11 @@ class TinkerServer:
         connections = Connections(self._serve, _refusal_of_http, encodings=("zstd",))
         self._runner = web.ServerRunner(connections, shutdown_timeout=5.0)
         await self._runner.setup()
-        await web.TCPSite(self._runner, self._config.host, self._config.port, ssl_context=self._tls).start()
+        host, port = self._config.host, self._config.port
+        try:
+            await web.TCPSite(self._runner, host, port, ssl_context=self._tls).start()
+        except OSError as error:
+            raise ConfigError(f"tinker.port: {host}:{port} cannot be listened at: {error}") from None
         self._port = self._runner.addresses[0][1]
 
     @property

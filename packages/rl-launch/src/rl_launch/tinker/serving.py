@@ -7,15 +7,17 @@ import importlib.util
 import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rl_core.errors import ConfigError, RLError
 from rl_launch.commands.start import recipe_name
 from rl_launch.root_config import TinkerConfig
 from rl_launch.run_session.directory.lock import DirectoryLock
+from rl_launch.tinker.records import TenantRecords
 
 if TYPE_CHECKING:
     from rl_launch.run_config.plan import RunPlan
+    from rl_launch.tinker.server import TinkerServer
 
 _NEEDED = ("tinker", "google.protobuf", "zstandard")
 
@@ -37,7 +39,7 @@ def serve_tinker(
     """
     check_installed()
     from rl_launch.tinker.run_host import run_host, served_plan
-    from rl_launch.tinker.server import check_exposure
+    from rl_launch.tinker.server import TinkerServer, check_exposure
 
     plan = served_plan(recipe, overrides)
     config: TinkerConfig = vars(plan.config).get("tinker") or TinkerConfig()
@@ -50,32 +52,30 @@ def serve_tinker(
     try:
         say(f"starting {plan.config.policy.model_name} in {folder}")
         queue = Path(config.queue_dir).expanduser() if config.queue_dir else folder / "tinker"
-        asyncio.run(_serve(lambda: run_host(plan, folder), config, queue, ends_of(plan), say))
+        server = TinkerServer(lambda: run_host(plan, folder), config, queue, ends_of(plan))
+        asyncio.run(_serve(server, config, TenantRecords(folder, plan.config.logger, plan.config), say))
     finally:
         lock.release()
 
 
 async def _serve(
-    hosting: Any, config: TinkerConfig, queue: Path, ends: Sequence[int], say: Callable[[str], None]
+    server: TinkerServer, config: TinkerConfig, records: TenantRecords, say: Callable[[str], None]
 ) -> None:
-    from rl_launch.tinker.server import TinkerServer
-
-    server = TinkerServer(hosting, config, queue, ends)
     stopped = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
     try:
-        try:
-            await server.start()
-        except OSError as error:
-            raise ConfigError(f"tinker.port: {config.host}:{config.port} cannot be listened at: {error}") from None
+        await server.start()
         keys = f"keys of {', '.join(server.tenants)}" if config.keys_file else "any key that begins with tml-"
         say(f"serving {server.base_model} at {server.url} to {keys}")
         say(f"export TINKER_BASE_URL={server.url}")
+        recording = asyncio.ensure_future(records.keep(server.status))
         assert server.ended is not None
         stopping = asyncio.ensure_future(stopped.wait())
         await asyncio.wait([stopping, server.ended], return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
+        recording.cancel()
+        await asyncio.wait([recording])
         if server.ended.done() and (error := server.ended.exception()) is not None:
             raise error if isinstance(error, RLError) else RLError(f"the models could not be started again: {error}")
         say("stopping; the same command continues")
