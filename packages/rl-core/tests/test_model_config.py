@@ -148,6 +148,9 @@ def test_adapters_are_scaled_by_their_rank_or_its_root():
         ({"init": "pissa", "adapter": "folder"}, "init", "with lora_cfg.adapter"),
         ({"init": "pissa", "base_quantization": "nf4"}, "init", "quantised rest of the weights"),
         ({"enabled": False, "base_quantization": "nf4"}, "base_quantization", "with lora_cfg.enabled=false"),
+        ({"enabled": False, "max_adapters": 2}, "max_adapters", "with lora_cfg.enabled=false"),
+        ({"max_adapters": 2, "use_dora": True}, "use_dora", "with several adapters"),
+        ({"max_adapters": 2, "rank_pattern": {"q_proj": 2}}, "rank_pattern", "with several adapters"),
     ],
 )
 def test_variants_that_do_not_apply_are_refused_by_name(lora, key, reason):

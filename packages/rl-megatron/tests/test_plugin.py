@@ -75,6 +75,7 @@ def test_settings_that_contradict_each_other_are_named(settings, key, mention):
     [
         ({"target_parameters": ["experts.down_proj"]}, "target_parameters"),
         ({"use_dora": True}, "use_dora"),
+        ({"max_adapters": 2}, "max_adapters"),
         ({"base_quantization": "nf4"}, "base_quantization"),
     ],
 )

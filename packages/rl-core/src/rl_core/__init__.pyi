@@ -42,10 +42,13 @@ from rl_core.images import ImageError as ImageError
 from rl_core.images import ImageRef as ImageRef
 from rl_core.images import ImageStore as ImageStore
 from rl_core.metrics import Metric as Metric
+from rl_core.model import ADAPTER as ADAPTER
 from rl_core.model import ENTROPY as ENTROPY
 from rl_core.model import LOGPROBS as LOGPROBS
 from rl_core.model import SCORES as SCORES
 from rl_core.model import VALUES as VALUES
+from rl_core.model import AdapterLosses as AdapterLosses
+from rl_core.model import AdapterSettings as AdapterSettings
 from rl_core.model import Loss as Loss
 from rl_core.model import Model as Model
 from rl_core.model import ModelSpec as ModelSpec

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from rl_algos.rollouts.recorded import RecordedTurns
 from rl_core.config import as_written, to_yaml
-from rl_core.errors import RLError
+from rl_core.errors import ConfigError, RLError
 from rl_core.plugins import export_suffixes
 from rl_core.rollouts.group import RolloutGroup
 from rl_core.run import Components
@@ -33,6 +33,7 @@ from rl_launch.model_files.local_models import (
 )
 from rl_launch.monitoring.run_monitoring import RunMonitoring
 from rl_launch.placement.bundles import PlacementError
+from rl_launch.planning.planned_steps import PlannedSteps
 from rl_launch.root_config import DRAFTER, RunConfig, leaf_of, max_age, with_section, with_values
 from rl_launch.run_config.plan import RunPlan
 from rl_launch.run_config.reading import RunRecording, changed_plan, read_plan
@@ -130,6 +131,11 @@ def train(
         RLError: If the run fails, with role, rank, node and phase.
     """
     started = time.monotonic()
+    if (number := plan.config.policy.lora_cfg.max_adapters) > 1:
+        raise ConfigError(
+            f"policy.lora_cfg.max_adapters={number}: rl train trains one adapter. Remove this key, or train several "
+            "with rl serve tinker or rl_launch.session"
+        )
     run = prepared(plan, run_dir, fresh=fresh, branch_point=branch_point)
     metrics = finished_metrics(run_dir, run.written) if run.branch is None else None
     if metrics is not None:
@@ -198,6 +204,8 @@ def opening(
     with RunMonitoring(plan.config.logger, findings=findings, restarts=lambda: restoration.goes_on) as monitoring:
         if replayed is not None and replayed.observer is not None:
             monitoring.observer.observers.append(replayed.observer)
+        if plan.config.logger.monitoring_enabled:
+            monitoring.observer.observers.append(PlannedSteps.of(plan, title))
         sessions = partial(
             RunSession,
             run.run_dir,
