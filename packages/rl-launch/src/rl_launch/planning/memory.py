@@ -100,8 +100,7 @@ def activation_bytes(
         tokens: Tokens of a microbatch on a rank.
     """
     itemsize = ITEM_BYTES[model.precision]
-    # Layers of Megatron keep what norms need whether their weights train or not.
-    trains_norms = layout.joins_projections or not model.lora_cfg.enabled
+    trains_norms = not model.lora_cfg.enabled
     dense, experts = (
         shape.kept(layout, itemsize, has_experts=has, trains_norms=trains_norms) for has in (False, bool(shape.experts))
     )
@@ -163,6 +162,7 @@ class TrainingRank:
         trained: Those that train.
         layout: Ranks that share it.
         memory: Bytes of weights, gradients and optimizer state.
+        repeated: Those of `trained` that are copies on tensor-parallel ranks, which a checkpoint has once.
     """
 
     model: ModelConfig
@@ -171,6 +171,7 @@ class TrainingRank:
     trained: ModelSize
     layout: RankLayout
     memory: RankMemory
+    repeated: float = 0.0
 
     @property
     def state(self) -> dict[str, float]:

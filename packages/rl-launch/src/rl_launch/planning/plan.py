@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,9 +15,18 @@ from rl_core.model import HEADLESS_ROLES
 from rl_core.weights import ITEM_BYTES
 from rl_launch.backends import ModelBackend
 from rl_launch.cluster.device import AUTO
+from rl_launch.cluster.machine import local_gpus
+from rl_launch.doctor.machine import ask_driver
 from rl_launch.model_files.model_facts import hf_fields
 from rl_launch.placement.topology import GENERATION, Topology
-from rl_launch.planning.accelerators import CPU_NAME, DISK_RATE, LAUNCH_SECONDS, Accelerator, accelerator_named
+from rl_launch.planning.accelerators import (
+    CPU_NAME,
+    DISK_RATE,
+    LAUNCH_SECONDS,
+    Accelerator,
+    accelerator_named,
+    accelerator_of,
+)
 from rl_launch.planning.memory import (
     ASLEEP,
     COMMUNICATORS,
@@ -169,14 +179,13 @@ class Plan:
 
 
 def device_of(plan: RunPlan, name: str | None) -> tuple[Accelerator, Device]:
-    """Return the device that a run is planned for: the one named, or what the config says.
+    """Return the device that a run is planned for: the one named, or what the config says. GPUs are those of this
+    machine, if their rates are known.
 
     Args:
         plan: Plan of the run.
         name: Name in the table of devices; None for the config's own choice.
     """
-    from rl_launch.cluster.machine import local_gpus
-
     chosen = plan.config.cluster.device
     if name is not None:
         accelerator = accelerator_named(name)
@@ -184,7 +193,13 @@ def device_of(plan: RunPlan, name: str | None) -> tuple[Accelerator, Device]:
     if chosen == AUTO:
         chosen = "cuda" if local_gpus() else "cpu"
     kind = device_named(chosen)
-    return accelerator_named(DEFAULT if kind.runs_on_gpus else CPU_NAME), kind
+    if not kind.runs_on_gpus:
+        return accelerator_named(CPU_NAME), kind
+    here = None
+    with suppress(OSError):
+        driver = ask_driver()
+        here = next((found for gpu in driver.gpus if (found := accelerator_of(gpu.name))), None) if driver else None
+    return here or accelerator_named(DEFAULT), kind
 
 
 def plan_run(
@@ -295,14 +310,15 @@ def _role(role: str, model: ModelBackend, topology: Topology, device: Device, ac
         layout = model.plugin.layout(config, model.backend, own.count, device)
     if model.spec.role in HEADLESS_ROLES:
         size = replace(size, head=0)
-    trained = ModelSize(0)
+    trained, repeated = ModelSize(0), 0.0
     if model.spec.trains:
         trained = trained_size(config, fields, size)
         if config.lora_cfg.enabled:
             trained = ModelSize(adapter_parameters(fields, config.lora_cfg, layout.tensor) if fields else 0)
+            repeated = trained.layers - (adapter_parameters(fields, config.lora_cfg) if fields else 0)
             size = replace(size, layers=size.layers + trained.layers)
     memory = model.plugin.memory(config, model.backend, size, own.count, trained=trained)
-    rank = TrainingRank(config, shape, size, trained, layout, memory)
+    rank = TrainingRank(config, shape, size, trained, layout, memory, repeated)
     recomputed = None
     if trained.count:
         room = None if accelerator.memory is None else _room(topology, role, accelerator.memory)
@@ -407,9 +423,10 @@ def _host_bytes(roles: list[RolePlan], topology: Topology, device: Device, *, sa
 def checkpoint_bytes(rank: TrainingRank) -> float:
     """Return the bytes of a checkpoint: float32 weights and optimizer state of what trains, and Hugging Face files."""
     trained, each = rank.trained, state_bytes(rank.model.optimizer.name, rank.model.optimizer.kwargs)
-    matrices = trained.layers + trained.experts
-    state = matrices * each.matrices + (trained.count - matrices) * each.others
-    return WIDE_BYTES * trained.count + state + rank.size.count * ITEM_BYTES[rank.model.precision]
+    matrices = trained.layers + trained.experts - rank.repeated
+    others, count = trained.embedding + trained.head, rank.size.count - rank.repeated
+    state = matrices * each.matrices + others * each.others
+    return WIDE_BYTES * (matrices + others) + state + count * ITEM_BYTES[rank.model.precision]
 
 
 def _problems(

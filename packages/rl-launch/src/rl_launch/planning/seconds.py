@@ -24,8 +24,8 @@ MOVED, MOVED_UNFUSED = 3.5, 9.0
 FORWARD_SHARE = 0.35
 """Share of them in the forward pass."""
 LAUNCHES, LAUNCHES_UNFUSED, LAUNCHES_EXPERTS = 140, 170, 35
-"""Operations of a layer, forward and backward, and those that experts add. With fused kernels there are 52, but the host
-takes six times as long for one of those (`benchmarks/results/gpu_check.md`)."""
+"""Operations of a layer, forward and backward, and those that experts add. With fused kernels there are 52, but the
+host takes six times as long for one of those (`benchmarks/results/gpu_check.md`)."""
 SYNC_SECONDS = 0.05
 """Seconds of a weight sync next to its bytes: agreement of the processes, and verification."""
 

@@ -205,9 +205,10 @@ class Shape:
             numbers += 4 * WIDE_BYTES * self.experts / shared  # Scores of the router.
         if not layout.is_fused:
             # Unfused norms keep their normalised input, in float32 if that is wider, and gates their activation.
-            wide_norms = (1 if itemsize < WIDE_BYTES else 0) + trains_norms
-            between += 2 * wide_norms * h
-            within += width + wide_norms * self.normed
+            is_wide = int(itemsize < WIDE_BYTES)
+            # Adapters of Megatron keep the inputs of frozen norms too.
+            between += 2 * (is_wide + (trains_norms or layout.joins_projections)) * h
+            within += width + (is_wide + trains_norms) * self.normed
             numbers += 2 * itemsize * self.queries / self.heads  # Cosines and sines of the rotation.
             if has_experts:
                 between += self.active * h  # Results of experts before their weights.

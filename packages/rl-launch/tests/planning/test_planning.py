@@ -1,0 +1,201 @@
+"""`rl plan`: sizes against published ones, verdicts, changes that fit, factors of runs, and simulations."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from rl_core.devices import CUDA
+from rl_core.errors import ConfigError
+from rl_core.facts.rank_layout import RankLayout
+from rl_core.testing.isolation import loaded_by
+from rl_launch.commands.planning import plan_recipe
+from rl_launch.planning.accelerators import accelerator_named, accelerator_of
+from rl_launch.planning.changes import with_values
+from rl_launch.planning.learned import learn, learned
+from rl_launch.planning.plan import plan_run
+from rl_launch.planning.shapes import Shape, published_fields
+from rl_launch.planning.simulation import Engines, Faults, Setting, SimulatedSteps, best_save_seconds, goodput, simulate
+from rl_launch.planning.workload import Lengths
+from rl_launch.recipes import recipe_names
+from rl_launch.run_config.reading import read_plan
+from rl_launch.run_session.directory.run_folder import RunFolder
+
+NO_LENGTHS = Lengths()
+
+
+def planned(recipe, *overrides, device="h100", lengths=NO_LENGTHS):
+    return plan_run(
+        read_plan(recipe, overrides), recipe, accelerator=accelerator_named(device), device=CUDA, lengths=lengths
+    )
+
+
+def answer(recipe, *overrides, device="h100", searches=False):
+    return plan_recipe(recipe, overrides, device=device, lengths=NO_LENGTHS, searches=searches)
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("Qwen/Qwen2.5-0.5B-Instruct", 0.494),
+        ("Qwen/Qwen2.5-7B", 7.62),
+        ("Qwen/Qwen3-8B", 8.19),
+        ("meta-llama/Llama-3.1-8B-Instruct", 8.03),
+        ("meta-llama/Llama-3.3-70B-Instruct", 70.55),
+        ("Qwen/Qwen3-30B-A3B", 30.5),
+        ("Qwen/Qwen3-235B-A22B", 235),
+        ("mistralai/Mixtral-8x7B-v0.1", 46.7),
+        ("deepseek-ai/DeepSeek-V3", 671),
+    ],
+)
+def test_published_shapes_have_the_published_numbers_of_parameters(name, billions):
+    assert Shape.of(published_fields(name)).size.count == pytest.approx(billions * 1e9, rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "none", "selective", "full"),
+    [
+        ("Qwen3-8B", 137e3, 94.3e3, 8.2e3),
+        ("Qwen3-30B-A3B", 114e3, 84.4e3, 4.1e3),
+        ("Llama-3.3-70B", 275e3, 201e3, 16.4e3),
+        ("DeepSeek-V3", 552e3, 401e3, 14.3e3),
+    ],
+)
+def test_a_layer_keeps_what_the_ledger_counts_on_real_layers(name, none, selective, full):
+    """The figures of `benchmarks/results/ledger.md`, in bytes of a token."""
+    shape = Shape.of(published_fields(name))
+    kept = shape.kept(RankLayout(), 2, has_experts=bool(shape.experts))
+    found = (kept.none, kept.selective, kept.full)
+    assert found == pytest.approx((none, selective, full), rel=0.1)
+
+
+def test_a_model_of_unknown_shape_has_a_verdict_without_times():
+    plan = planned("sft-squad", "policy.model_name=org/new-7B")
+    assert plan.seconds.get("training") is None
+    assert any("activations and time are not estimated" in problem for problem in plan.problems)
+    assert planned("sft-squad", "policy.model_name=org/nothing").fits is None
+
+
+def test_an_unknown_device_is_refused_with_those_that_are_known():
+    with pytest.raises(ConfigError, match=r"--device: got 'h1000'; allowed: b200, h200, h100"):
+        accelerator_named("h1000")
+    assert accelerator_of("NVIDIA H100 80GB HBM3").name == "h100"
+    assert accelerator_of("NVIDIA A100-SXM4-80GB").name == "a100"
+    assert accelerator_of("Some GPU") is None
+
+
+def test_more_memory_of_any_kind_is_never_less():
+    one, two = (planned("grpo-math-8b", f"cluster.num_nodes={nodes}") for nodes in (1, 2))
+    weights = [plan.usages[0].device["weights"] for plan in (one, two)]
+    assert weights[0] == pytest.approx(2 * weights[1])
+    assert two.step_seconds < one.step_seconds
+    longer = planned("grpo-math-8b", lengths=Lengths(500, 3000))
+    assert longer.step_seconds > planned("grpo-math-8b", lengths=Lengths(500, 300)).step_seconds
+
+
+@pytest.mark.parametrize("device", ["rtx4090", "a100-40"])
+def test_the_smallest_change_fits_when_it_is_made(device):
+    found = answer("grpo-math-8b", device=device)
+    assert found.plan.fits is False
+    overrides = found.change.overrides.split()
+    assert answer("grpo-math-8b", *overrides, device=device).plan.fits
+
+
+def test_an_engine_that_is_too_small_for_its_model_is_named():
+    found = answer("grpo-math-70b-megatron", "policy.generation.vllm_cfg.tensor_parallel_size=1")
+    assert found.plan.fits is False
+    assert "raise the engine's tensor_parallel_size" in found.plan.problems[0]
+    assert "tensor_parallel_size=" in found.change.overrides
+
+
+@pytest.mark.parametrize(
+    "name", ["grpo-math-1b", "grpo-math-8b", "grpo-math-32b", "grpo-math-70b-megatron", "sft-lora"]
+)
+def test_a_search_is_as_fast_as_the_shipped_layout_or_faster(name):
+    found = answer(name, searches=True)
+    assert found.plan.fits
+    assert found.found[0].plan.step_seconds <= found.plan.step_seconds * 1.001
+    assert all(change.plan.fits for change in found.found)
+
+
+def test_every_recipe_is_planned():
+    for name in (name for name in recipe_names() if not name.endswith("-tiny")):
+        found = planned(name)
+        assert found.usages or found.problems, name
+
+
+def test_values_are_changed_without_reading_the_config_again():
+    run = read_plan("grpo-math-8b")
+    values = {"policy.sequence_packing.train_mb_tokens": 4096, "cluster.num_nodes": 2}
+    changed = with_values(run, values)
+    assert changed.config.policy.sequence_packing.train_mb_tokens == 4096
+    assert changed.backends.models["policy"].config.sequence_packing.train_mb_tokens == 4096
+    assert run.config.cluster.num_nodes == 1
+
+
+def test_a_plan_needs_no_engine():
+    found = loaded_by("rl_launch.commands.planning", "rl_launch.cli.plan_commands")
+    assert not found & {"torch", "ray", "transformers", "vllm", "megatron", "datasets"}
+
+
+def test_a_plan_of_the_command_line_loads_no_torch():
+    code = (
+        "import sys; from rl_launch.cli.app import app\n"
+        "try: app(['plan', 'grpo-math-8b', '--device', 'h100', '--json'])\n"
+        "except SystemExit as end: assert not end.code\n"
+        "assert not {'torch', 'ray', 'transformers'} & sys.modules.keys()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    shown = json.loads(done.stdout)
+    assert shown["fits"] is True
+    assert shown["fullest"]["bytes"] < shown["device_bytes"]
+
+
+def run_with(folder, *rows):
+    path = folder / "run"
+    path.mkdir()
+    (path / "config.yaml").write_text("algorithm: sft\n")
+    (path / "run.json").write_text("{}")
+    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return RunFolder(path)
+
+
+def test_factors_of_a_run_correct_later_plans(tmp_path, monkeypatch):
+    monkeypatch.setenv("RL_HOME", str(tmp_path / "home"))
+    plan = planned("grpo-math-8b")
+    rows = [{"step": step, "time/training": 2 * plan.seconds["training"]} for step in range(1, 6)]
+    run = run_with(tmp_path, *rows)
+    assert learned("h100").seconds == {}
+    factors = learn(run, plan)
+    assert factors.seconds == pytest.approx({"training": 2.0})
+    # The same run again replaces what it taught.
+    assert learn(run, plan).runs == factors.runs
+    corrected = answer("grpo-math-8b")
+    assert corrected.plan.seconds["training"] == pytest.approx(2 * plan.seconds["training"])
+    assert corrected.plan.seconds["logprobs"] == pytest.approx(plan.seconds["logprobs"])
+
+
+def test_a_run_without_common_phases_teaches_nothing(tmp_path, monkeypatch):
+    monkeypatch.setenv("RL_HOME", str(tmp_path / "home"))
+    run = run_with(tmp_path, {"step": 1, "time/judging": 1.0})
+    with pytest.raises(ConfigError, match="nothing to learn"):
+        learn(run, planned("sft-squad"))
+
+
+def test_simulated_steps_of_equal_lengths_take_what_a_clock_says():
+    engines = Engines(2, 4, 100, 100, 0.1, 0.0, lengths=(100,))
+    steps = SimulatedSteps(prompts=8, group=1, steps=6)
+    assert simulate(steps, engines, Setting(7.0, 0)).step_seconds == pytest.approx(10 + 7)
+    # While the policy trains, the next rollouts are made.
+    assert simulate(steps, engines, Setting(7.0, 1, in_flight=True)).step_seconds == pytest.approx(10, abs=0.6)
+    assert simulate(steps, engines, Setting(20.0, 1, in_flight=True)).step_seconds == pytest.approx(20, abs=0.6)
+
+
+def test_goodput_is_best_near_the_period_of_the_formula():
+    faults = Faults(500, 0, 10_000, 600.0, 0.0)
+    step, save = 100.0, 20.0
+    best = round(best_save_seconds(save, faults) / step)
+    shares = {period: goodput(step, save, period, faults, hours=20_000).goodput for period in (1, best, 20 * best)}
+    assert max(shares, key=shares.get) == best
+    assert goodput(step, 0.0, 1, Faults(500, 0, 1e9, 600.0, 0.0), hours=100).goodput == pytest.approx(1.0)
