@@ -8,7 +8,7 @@ import tinker
 from raw_client import RawClient, forward_backward
 from test_learning import CYCLE
 
-from rl_launch.tinker.server import PATHS
+from rl_launch.tinker.api import PATHS
 
 
 def known_to_the_client():

@@ -67,10 +67,9 @@ async def _serve(
     try:
         await server.start()
         keys = f"keys of {', '.join(server.tenants)}" if config.keys_file else "any key that begins with tml-"
-        say(f"serving {server.base_model} at {server.url} to {keys}")
+        say(f"serving {server.api.base_model} at {server.url} to {keys}")
         say(f"export TINKER_BASE_URL={server.url}")
-        recording = asyncio.ensure_future(records.keep(server.status))
-        assert server.ended is not None
+        recording = asyncio.ensure_future(records.keep(server.api.status))
         stopping = asyncio.ensure_future(stopped.wait())
         await asyncio.wait([stopping, server.ended], return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
