@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from rl_algos.data.config import DatasetConfig
+from rl_algos.data.config import DataConfig, DatasetConfig
 from rl_algos.data.row_images import RowImages
 from rl_algos.data.rows.example import by_keys
 from rl_algos.data.sources.figures import COLOURS, SQUARE, load
@@ -36,7 +36,7 @@ def store(tmp_path, monkeypatch):
 
 
 def example(row):
-    placed, _ = RowImages.of(SETTINGS, allow_urls=False).place(by_keys(row, SETTINGS), row)
+    placed, _ = RowImages.of(SETTINGS, DataConfig(train=SETTINGS)).place(by_keys(row, SETTINGS), row)
     return placed
 
 

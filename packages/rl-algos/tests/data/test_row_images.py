@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from data.image_files import animated, bomb, picture, png
 from images.vision_tokenizers import family
+from PIL import Image
 
 from rl_algos.data import row_images
 from rl_algos.data.config import DataConfig
@@ -266,6 +267,59 @@ def server() -> Any:
         served.shutdown()
 
 
+def frames(count: int) -> list[bytes]:
+    return [png(8, 8, (index, 0, 0)) for index in range(count)]
+
+
+def reds(store: ImageStore, messages: Any) -> list[int]:
+    """The red of each image of messages, which numbers the frames of these tests."""
+    return [store.open(ref.digest).getpixel((0, 0))[0] for ref in image_refs(messages)]
+
+
+def test_frames_of_a_video_become_images_in_its_place(tmp_path: Path, store: ImageStore) -> None:
+    written(tmp_path / "data")
+    for index, frame in enumerate(frames(20)):
+        (tmp_path / f"data/pictures/{index}.png").write_bytes(frame)
+    paths = [f"pictures/{index}.png" for index in range(20)]
+    video = {"type": "video", "video": paths}
+    path = written(tmp_path / "data", asked({"type": "text", "text": "Then"}, video, {"type": "text", "text": "what?"}))
+    [example] = loaded(path, root={"max_video_frames": 4}).examples.values_in_order
+    [content] = shapes(example.messages)
+    assert (content[0], content[-1], len(content)) == ("Then", "what?", 6)
+    assert reds(store, example.messages) == [2, 7, 12, 17]
+    [example] = loaded(path, root={"max_video_frames": 20}).examples.values_in_order
+    assert reds(store, example.messages) == list(range(20))
+
+
+@pytest.mark.parametrize("kind", ["GIF", "PNG", "TIFF", "WEBP"])
+def test_an_animated_image_is_a_video(tmp_path: Path, store: ImageStore, kind: str) -> None:
+    first, *others = (Image.new("RGB", (8, 8), (index * 80, 0, 0)) for index in range(3))
+    exact = {"lossless": True} if kind == "WEBP" else {}
+    written(tmp_path / "data")
+    first.save(tmp_path / "data/moving", kind, save_all=True, append_images=others, **exact)
+    path = written(tmp_path / "data", asked({"type": "video", "video": "moving"}, {"type": "text", "text": "?"}))
+    [example] = loaded(path).examples.values_in_order
+    assert reds(store, example.messages) == [0, 80, 160]
+
+
+@pytest.mark.parametrize(
+    ("video", "reason"),
+    [
+        ("clip.mp4", "video files need a decoder .* give the list of their paths"),
+        ("missing.gif", "does not exist"),
+        ([], "an empty list"),
+        (None, "without a `video`"),
+        (["pictures/one.png", "clip.mp4"], "not an image in one of the formats"),
+    ],
+)
+def test_a_video_that_cannot_be_read_is_refused_by_name(tmp_path: Path, video: Any, reason: str) -> None:
+    written(tmp_path / "data")
+    (tmp_path / "data/clip.mp4").write_bytes(b"\0\0\0\x18ftypmp42" + bytes(64))
+    path = written(tmp_path / "data", asked({"type": "video", "video": video}, {"type": "text", "text": "?"}))
+    with pytest.raises(DataError, match=reason):
+        loaded(path)
+
+
 def test_urls_are_read_only_if_allowed_and_within_bounds(tmp_path: Path, server: str) -> None:
     path = written(tmp_path / "data", asked({"type": "image", "url": f"{server}/one.png"}))
     with pytest.raises(DataError, match=r"is a URL; set data\.allow_image_urls: true"):
@@ -315,7 +369,8 @@ BROKEN: dict[str, tuple[Any, str]] = {
     "two sources": (asked({"type": "image", "url": "a", "path": "b"}), "both `url` and `path`"),
     "a number": (asked({"type": "image", "image": 3}), "it must be a path, .* got int"),
     "an empty object": (asked({"type": "image", "image": {"size": 3}}), "neither `bytes` nor `path`"),
-    "a video": (asked({"type": "video", "video": "a.mp4"}), "part of type 'video'"),
+    "a video": (asked({"type": "video", "video": "a.mp4"}), "a video: 'a.mp4' does not exist"),
+    "a sound": (asked({"type": "input_audio", "input_audio": {}}), "part of type 'input_audio'; only parts of type"),
 }
 
 

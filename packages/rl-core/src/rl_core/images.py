@@ -165,6 +165,49 @@ class ImageStore:
             return image.convert("RGB")
 
 
+def evenly(count: int, most: int) -> list[int]:
+    """Return at most `most` indices of a sequence, evenly spaced and in order; all of a sequence that is no longer.
+
+    Args:
+        count: Length of the sequence.
+        most: Maximum number of indices, at least 1.
+    """
+    return list(range(count)) if count <= most else [(2 * index + 1) * count // (2 * most) for index in range(most)]
+
+
+def frames_of(data: bytes, most: int) -> list[bytes]:
+    """Return frames of an animated image as PNG files, evenly spaced; a still image has one.
+
+    Args:
+        data: Bytes of a file in one of `FORMATS`.
+        most: Maximum number of frames.
+
+    Raises:
+        ImageError: If it is another file, such as a video that needs a decoder, or a frame is larger than accepted.
+        ImportError: If pillow is not installed.
+    """
+    pillow = _pillow()
+    try:
+        with _refusals():
+            image = pillow.open(BytesIO(data), formats=FORMATS)
+            if image.width * image.height > MAX_PIXELS:
+                raise ImageError(_too_large(f"{image.width} x {image.height}"))
+            frames = []
+            for index in evenly(getattr(image, "n_frames", 1), most):
+                image.seek(index)
+                file = BytesIO()
+                image.convert("RGBA").save(file, "PNG")
+                frames.append(file.getvalue())
+            return frames
+    except ImageError as error:
+        if not str(error).startswith("it is not an image"):
+            raise
+        raise ImageError(
+            "it is not an animated image, and video files need a decoder that this project does not have; write its "
+            "frames as images (ffmpeg -i video.mp4 -vf fps=1 frames/%04d.png), and give the list of their paths"
+        ) from None
+
+
 def _opened(data: bytes) -> ImageFile:
     """Return the image of a file before any pixel is decoded: its size is checked first."""
     image: ImageFile = _pillow().open(BytesIO(data), formats=FORMATS)

@@ -197,6 +197,9 @@ class DataConfig(Config):
     allow_image_urls: bool = False
     """Download images that rows give as http and https URLs, at most 32 MiB in 30 seconds each, and keep them in the
     data cache. Otherwise such rows are malformed, because a dataset would choose what this machine connects to."""
+    max_video_frames: int = Field(default=8, gt=0)
+    """Maximum number of frames of a video in a message. Of a video that has more, this number of evenly spaced frames
+    is taken; each is an image and counts towards `policy.vision.max_images`."""
     shuffle: bool = True
     """Shuffle the training rows anew in every epoch; otherwise they keep their order."""
     num_workers: Annotated[int, WhenChanged.RESUME] = Field(default=0, ge=0)

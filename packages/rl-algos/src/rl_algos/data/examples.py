@@ -331,7 +331,7 @@ def open_datasets(
     for name, given in zip(dataset_names(all_settings, purpose), all_settings, strict=True):
         split: Purpose = "train" if given.split_validation_size is not None else purpose
         settings = with_known(given, split, of_preferences=default is preference)
-        images = RowImages.of(settings, allow_urls=config.allow_image_urls)
+        images = RowImages.of(settings, config)
         convert = _Convert(processor(settings, default), Surround.of(settings), images, settings, check)
         source = None
         if settings.streaming and purpose == "train":

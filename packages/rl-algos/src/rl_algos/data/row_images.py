@@ -12,6 +12,7 @@ import os
 import re
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Thread
@@ -19,14 +20,14 @@ from typing import IO, Any
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
-from rl_algos.data.config import DatasetConfig
+from rl_algos.data.config import DataConfig, DatasetConfig
 from rl_algos.data.rows.example import IMAGE_COLUMNS, PLACE, Example, images_column
 from rl_algos.data.rows.messages import joined_parts
 from rl_algos.data.sources import cache
 from rl_algos.data.sources.remote import is_remote
 from rl_algos.images.image_tokens import image_tokens, texts_of
 from rl_core.errors import ConfigError, DataError
-from rl_core.images import MAX_IMAGE_BYTES, STORE_VARIABLE, ImageError, ImageStore
+from rl_core.images import MAX_IMAGE_BYTES, STORE_VARIABLE, ImageError, ImageStore, evenly, frames_of
 from rl_core.rollouts.rollout import Message
 
 FETCH_S = 30.0
@@ -47,14 +48,16 @@ class RowImages:
         folder: Folder of images that rows give by a path; None if rows may not.
         allow_urls: True to download images.
         key: `images_key` of the dataset.
+        max_frames: Maximum number of frames of a video.
     """
 
     folder: Path | None
     allow_urls: bool = False
     key: str | None = None
+    max_frames: int = 8
 
     @classmethod
-    def of(cls, settings: DatasetConfig, *, allow_urls: bool) -> RowImages:
+    def of(cls, settings: DatasetConfig, config: DataConfig) -> RowImages:
         """Return the object that places the images of a dataset."""
         folder = None
         if settings.image_folder is not None:
@@ -63,7 +66,7 @@ class RowImages:
             path = Path(settings.data_path).expanduser()
             fixed = [parent for parent in path.parents if not any(mark in str(parent) for mark in "*?[")]
             folder = path if path.is_dir() else fixed[0]
-        return cls(folder, allow_urls, settings.images_key)
+        return cls(folder, config.allow_image_urls, settings.images_key, config.max_video_frames)
 
     def place(self, example: Example, row: Mapping[str, Any]) -> tuple[Example, Mapping[str, Any]]:
         """Return an example with its images in the store, and the row with digests in place of their bytes.
@@ -142,6 +145,21 @@ class RowImages:
             f"it must be a path, a data URL, bytes, or an object with `bytes` or `path`, got {type(source).__name__}"
         )
 
+    def frames(self, source: Any) -> list[bytes]:
+        """Return the files of the frames of a video, at most `max_frames` of them, evenly spaced.
+
+        Args:
+            source: List of images, or an animated image (GIF, WebP, PNG or TIFF), as `read` takes them.
+
+        Raises:
+            ImageError: If it cannot be read, or may not be.
+        """
+        if isinstance(source, list | tuple):
+            if not source:
+                raise ImageError("it is an empty list; give at least one frame")
+            return [self.read(source[index]) for index in evenly(len(source), self.max_frames)]
+        return frames_of(self.read(source), self.max_frames)
+
     def _of_file(self, name: str) -> bytes:
         short, remedy = _short(name), "set `image_folder` of the dataset"
         if self.folder is None:
@@ -173,13 +191,13 @@ class _Placing:
         left: Images in the row's column, each with its name, that have no place yet.
 
     Attributes:
-        digests: Digests by the identity of the row's value.
+        digests: Digest of an image, or digests of the frames of a video, by the identity of the row's value.
     """
 
     def __init__(self, reader: RowImages, left: Iterator[tuple[str, Any]]) -> None:
         self._reader = reader
         self._left = left
-        self.digests: dict[int, str] = {}
+        self.digests: dict[int, str | list[str]] = {}
 
     def message(self, message: Message, *, has_column: bool = False) -> Message:
         """Return a message with its images as references."""
@@ -202,6 +220,8 @@ class _Placing:
                     remedy = "add it to the part, or set `images_key` to the column of the row's images"
                     raise DataError(f"{problem}; {remedy}")
                 parts.append(self._kept(*found))
+            elif part["type"] == "video":
+                parts += self._frames(part["video"])
             elif has_column and message["role"] != "assistant":
                 parts += self._filled(part["text"])
             else:
@@ -217,14 +237,16 @@ class _Placing:
             yield other
 
     def _kept(self, name: str, source: Any) -> Mapping[str, Any]:
-        try:
-            ref = ImageStore(os.environ.get(STORE_VARIABLE) or cache.claimed("images")).put(self._reader.read(source))
-        except ImageError as error:
-            raise DataError(f"{name}: {error}") from None
-        except ImportError as error:
-            raise ConfigError(f"data: {error}") from None
+        with _named(name):
+            ref = _store().put(self._reader.read(source))
         self.digests[id(source)] = ref.digest
         return ref.part()
+
+    def _frames(self, source: Any) -> list[Mapping[str, Any]]:
+        with _named("a video"):
+            refs = [_store().put(frame) for frame in self._reader.frames(source)]
+        self.digests[id(source)] = [ref.digest for ref in refs]
+        return [ref.part() for ref in refs]
 
     def without_bytes(self, value: Any) -> Any:
         """Return a value of the row with digests in place of images that are more than a path."""
@@ -235,6 +257,21 @@ class _Placing:
         if isinstance(value, list | tuple):
             return [self.without_bytes(item) for item in value]
         return value
+
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Raise the errors of an image with its name in the row."""
+    try:
+        yield
+    except ImageError as error:
+        raise DataError(f"{name}: {error}") from None
+    except ImportError as error:
+        raise ConfigError(f"data: {error}") from None
+
+
+def _store() -> ImageStore:
+    return ImageStore(os.environ.get(STORE_VARIABLE) or cache.claimed("images"))
 
 
 def check_placed(tokenizer: Any, example: Example) -> None:
@@ -259,7 +296,8 @@ def check_placed(tokenizer: Any, example: Example) -> None:
     text = found[0]
     kind = next((name for name in ("video", "audio") if name in text.lower()), "image")
     if kind != "image":
-        raise DataError(f"the row has {text!r} in its text, but {kind} is not supported; remove the row")
+        remedy = "give the video as a part of a message, or remove the row" if kind == "video" else "remove the row"
+        raise DataError(f"the row has {text!r} in its text, but {kind} is not supported there; {remedy}")
     in_asked = sum(len(_PLACES.findall(each)) for each in asked)
     if not in_asked:
         problem = f"the assistant's text contains {text!r}, a place for an image, but models write no images"

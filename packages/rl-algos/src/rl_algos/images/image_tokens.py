@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from rl_core.errors import ConfigError, DataError
 from rl_core.images import ImageRef, image_refs
@@ -42,11 +46,13 @@ class Expansion(NamedTuple):
         write: Returns the string that takes the place of the placeholder, from the image processor of the model, the
             fields of its processor, its special tokens and the height and width of an image.
         limits_pixels: True if the image processor resizes images to a range of pixels.
+        defaults: Fields of an image processor that needs torch, and is therefore not built; None for any other.
     """
 
     marks: Callable[[Any], ImageMarks]
     write: Callable[[Any, Mapping[str, Any], ImageMarks, int, int], str]
     limits_pixels: bool = False
+    defaults: Mapping[str, Any] | None = None
 
 
 def _qwen_marks(tokenizer: Any) -> ImageMarks:
@@ -98,18 +104,103 @@ def _internvl(images: Any, fields: Mapping[str, Any], marks: ImageMarks, height:
     return f"{start}{marks.token * (fields.get('image_seq_length', 256) * num_tiles)}{end}"
 
 
+def _glm_marks(tokenizer: Any) -> ImageMarks:
+    image = getattr(tokenizer, "image_token", None) or "<|image|>"
+    return ImageMarks(image, image, (getattr(tokenizer, "video_token", None) or "<|video|>",))
+
+
+def _gemma4_marks(tokenizer: Any) -> ImageMarks:
+    return ImageMarks(tokenizer.image_token, tokenizer.image_token, (tokenizer.boi_token, tokenizer.eoi_token))
+
+
+def _gemma4(images: Any, _fields: Mapping[str, Any], marks: ImageMarks, height: int, width: int) -> str:
+    size_of = import_module(type(images).__module__).get_aspect_ratio_preserving_size
+    side = images.pooling_kernel_size
+    num_patches = images.max_soft_tokens * side**2
+    high, wide = size_of(height, width, images.patch_size, num_patches, side)
+    start, end = marks.others
+    return f"{start}{marks.token * (high * wide // (side * images.patch_size) ** 2)}{end}"
+
+
+def _pixtral_marks(tokenizer: Any) -> ImageMarks:
+    return ImageMarks("[IMG]", "[IMG]", ("[IMG_BREAK]", "[IMG_END]"))
+
+
+def _pixtral(images: Any, fields: Mapping[str, Any], marks: ImageMarks, height: int, width: int) -> str:
+    """Write an image row by row."""
+    side = fields.get("patch_size", 16) * fields.get("spatial_merge_size", 1)
+    longest = images.size["longest_edge"]
+    shrunk = max(height / longest, width / longest, 1.0)
+    num_rows, num_columns = (math.ceil(math.floor(size / shrunk) / side) for size in (height, width))
+    stop, end = marks.others
+    row = marks.token * num_columns
+    return (row + stop) * (num_rows - 1) + row + end
+
+
+def _llama4_marks(tokenizer: Any) -> ImageMarks:
+    others = ("<|image_start|>", "<|image_end|>", "<|tile_x_separator|>", "<|tile_y_separator|>")
+    return ImageMarks("<|image|>", "<|patch|>", others)
+
+
+def _llama4(images: Any, fields: Mapping[str, Any], marks: ImageMarks, height: int, width: int) -> str:
+    """Write the tiles of an image that is larger than one tile, then the whole image at the size of a tile."""
+    side = images.size["height"]
+    patches = marks.token * int((side // fields.get("patch_size", 14) * fields.get("pixel_shuffle_ratio", 0.5)) ** 2)
+    num_rows, num_columns = _llama4_tiles(height, width, side, images.max_patches, images.resize_to_max_canvas)
+    start, end, next_column, next_row = marks.others
+    tiles = (next_column.join([patches] * num_columns) + next_row) * num_rows if num_rows * num_columns > 1 else ""
+    return f"{start}{tiles}{marks.placeholder}{patches}{end}"
+
+
+def _llama4_tiles(height: int, width: int, side: int, max_tiles: int, largest: bool) -> tuple[int, int]:
+    """Return the rows and columns of tiles that hold an image best: it is enlarged as little as possible (or as far as
+    possible, with `largest`), or reduced as little as possible, with the fewest tiles.
+
+    The scales are float32, as in transformers, so that ties are the same.
+    """
+    # Of grids that are equally good, transformers takes the first: by ratio, each from its largest grid on.
+    ratios: dict[float, list[tuple[int, int]]] = {}
+    for count in range(max_tiles, 0, -1):
+        for rows in (number for number in range(1, count + 1) if count % number == 0):
+            ratios.setdefault(rows / (count // rows), []).append((rows, count // rows))
+    scales = {
+        grid: min(
+            np.float32(tiles * side) / np.float32(size) for tiles, size in zip(grid, (height, width), strict=True)
+        )
+        for grids in ratios.values()
+        for grid in grids
+    }
+    enlarging = [scale for scale in scales.values() if scale >= 1]
+    chosen = (max if largest else min)(enlarging) if enlarging else max(scales.values())
+    return min((grid for grid, scale in scales.items() if scale == chosen), key=lambda grid: grid[0] * grid[1])
+
+
+_LLAMA4 = {"size": {"height": 336, "width": 336}, "max_patches": 16, "resize_to_max_canvas": False}
 _QWEN = Expansion(_qwen_marks, _qwen, limits_pixels=True)
+_GLM = Expansion(_glm_marks, _qwen)
 _IDEFICS = Expansion(_idefics_marks, _idefics)
 
 EXPANSIONS: Mapping[str, Expansion] = {
     "Gemma3Processor": Expansion(_gemma_marks, _gemma),
+    "Gemma4Processor": Expansion(_gemma4_marks, _gemma4),
+    "Glm46VProcessor": _GLM,
+    "Glm4vProcessor": _GLM,
     "Idefics3Processor": _IDEFICS,
     "InternVLProcessor": Expansion(_internvl_marks, _internvl),
+    "Llama4Processor": Expansion(_llama4_marks, _llama4, defaults=_LLAMA4),
+    "PixtralProcessor": Expansion(_pixtral_marks, _pixtral),
+    "Qwen2VLProcessor": _QWEN,
     "Qwen2_5_VLProcessor": _QWEN,
     "Qwen3VLProcessor": _QWEN,
     "SmolVLMProcessor": _IDEFICS,
 }
 """By the name of the processor's class."""
+
+FIELDS = "fields"
+"""Stands for the class of an image processor of which only the fields are read."""
+
+KEPT_FIELDS = ("image_seq_len", "image_seq_length", "patch_size", "spatial_merge_size", "pixel_shuffle_ratio")
+"""Fields of processors that `Expansion.write` reads."""
 
 
 @dataclass(frozen=True)
@@ -253,7 +344,7 @@ def read_image_tokens(tokenizer: Any, model_name: str, vision: VisionConfig) -> 
         except (OSError, ValueError):  # One of the two files is enough.
             continue
     name = str(fields.get("processor_class", ""))
-    kept = {field: value for field, value in fields.items() if field in ("image_seq_len", "image_seq_length")}
+    kept = {field: value for field, value in fields.items() if field in KEPT_FIELDS}
     if name not in EXPANSIONS:
         problem = f"{model_name!r} has the processor {name or 'of no class'}, which is not supported"
         raise ConfigError(f"{key}: {problem}; supported: {', '.join(EXPANSIONS)}")
@@ -266,25 +357,29 @@ def read_image_tokens(tokenizer: Any, model_name: str, vision: VisionConfig) -> 
     known = tokenizer.get_vocab()
     if missing := next((token for token in (marks.placeholder, marks.token) if token not in known), None):
         raise ConfigError(f"{key}: the tokenizer of {model_name!r} has no token {missing!r}, which {name} writes")
-    images = _image_processor(model_name, vision, limits_pixels=expansion.limits_pixels, name=name)
+    images = _image_processor(model_name, vision, expansion, name=name)
     described = json.dumps({"processor_class": name, **kept}, sort_keys=True)
     return ImageTokens(name, described, images, marks, vision.max_images, fields.get("chat_template") or None)
 
 
-def _image_processor(model_name: str, vision: VisionConfig, *, limits_pixels: bool, name: str) -> tuple[str, str]:
+def _image_processor(model_name: str, vision: VisionConfig, expansion: Expansion, *, name: str) -> tuple[str, str]:
     """Return the class of the image processor, and its fields as JSON with the limits of pixels."""
     try:
         import PIL  # noqa: F401
     except ImportError as error:
         raise ConfigError(f"policy.vision.enabled: images need pillow: {install_command('rl-core[vision]')}") from error
     from transformers import AutoImageProcessor
+    from transformers.image_processing_base import ImageProcessingMixin
 
     limits = {"shortest_edge": vision.min_pixels, "longest_edge": vision.max_pixels}
     given = {key: value for key, value in limits.items() if value is not None}
-    if given and not limits_pixels:
+    if given and not expansion.limits_pixels:
         key = "min_pixels" if vision.min_pixels is not None else "max_pixels"
         problem = f"policy.vision.{key}: {name} does not resize images to a number of pixels"
         raise ConfigError(f"{problem}. Remove this key, or set the size in the preprocessor_config.json of the model")
+    if expansion.defaults is not None:
+        fields, _ = ImageProcessingMixin.get_image_processor_dict(model_name)
+        return FIELDS, json.dumps({**expansion.defaults, **fields}, sort_keys=True)
     try:
         processor = AutoImageProcessor.from_pretrained(model_name, backend="pil", trust_remote_code=False)
     except (OSError, ValueError, ImportError) as error:
@@ -308,6 +403,8 @@ def _written(tokens: ImageTokens, width: int, height: int) -> str:
 
 @lru_cache(maxsize=8)
 def _made(kind: str, fields: str) -> Any:
-    """Return an image processor, which needs no torch."""
+    """Return an image processor, which needs no torch, or only its fields."""
     module, _, name = kind.partition(":")
+    if kind == FIELDS:
+        return SimpleNamespace(**json.loads(fields))
     return getattr(import_module(module), name).from_dict(json.loads(fields))

@@ -27,6 +27,8 @@ _ONLY_CALLS = "only calls"
 """Key of a message that had one of the roles `_CALLS`, while a conversation is read."""
 _IMAGE_KEYS = ("image", "image_url", "url", "path", "bytes", "base64")
 """Keys of the image in parts of the type `image`, `image_url` or `input_image`."""
+_VIDEO_KEYS = ("video", "video_url", "url", "path", "bytes")
+"""Keys of the video in parts of the type `video` or `video_url`."""
 
 
 def conversation(value: Any, *, role: str = "user") -> tuple[Message, ...]:
@@ -52,7 +54,8 @@ def is_plain_text(value: Any) -> bool:
 
 def as_messages(value: Any) -> tuple[Message, ...]:
     """Read a list of chat messages. Text parts of a content are joined, unless it has images, which become parts
-    `{"type": "image", "image": SOURCE}` (without `image` if a column has them). The arguments of tool calls become
+    `{"type": "image", "image": SOURCE}` (without `image` if a column has them), or videos, which become parts
+    `{"type": "video", "video": SOURCE}`. The arguments of tool calls become
     objects, and keys without a value are left out.
 
     Raises:
@@ -203,18 +206,29 @@ def _part(part: Any, role: str) -> str | Mapping[str, Any]:
     kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
     if isinstance(part, Mapping) and kind == "text" and isinstance(part.get("text"), str):
         return str(part["text"])
+    if isinstance(part, Mapping) and kind in ("video", "video_url"):
+        found = _sources(part, _VIDEO_KEYS, role, "a video")
+        if not found:
+            raise DataError(f"the {role} message has a part of type {kind!r} without a `video`: {shown(part)}")
+        return {"type": "video", "video": found[0][1]}
     if isinstance(part, Mapping) and kind in ("image", "image_url", "input_image"):
-        found = [(key, part[key]) for key in _IMAGE_KEYS if part.get(key) is not None]
+        found = _sources(part, _IMAGE_KEYS, role, "an image")
         if not found:
             return {"type": "image"}
-        if len(found) > 1:
-            keys = "` and `".join(key for key, _ in found)
-            raise DataError(f"the {role} message has an image with both `{keys}`; keep one")
         [(key, source)] = found
         is_base64 = key == "base64" and isinstance(source, str)
         return {"type": "image", "image": f"data:;base64,{source}" if is_base64 else source}
-    allowed = "only parts of type 'text' with a `text`, and images, can be read"
+    allowed = "only parts of type 'text' with a `text`, images and videos can be read"
     raise DataError(f"the {role} message has a part of type {kind!r}; {allowed}: {shown(part)}")
+
+
+def _sources(part: Mapping[str, Any], keys: Iterable[str], role: str, kind: str) -> list[tuple[str, Any]]:
+    """Return the key and value of the image or video of a part; none if it has none."""
+    found = [(key, part[key]) for key in keys if part.get(key) is not None]
+    if len(found) > 1:
+        both = "` and `".join(key for key, _ in found)
+        raise DataError(f"the {role} message has {kind} with both `{both}`; keep one")
+    return found
 
 
 def _calls(calls: Any) -> list[dict[str, Any]]:

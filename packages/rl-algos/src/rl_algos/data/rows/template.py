@@ -102,7 +102,7 @@ def _filled(prompt: PromptTemplate, content: Any, row: Mapping[str, Any]) -> Any
     """Return the content with the template around it; images of a content in parts keep their places in its text."""
     if isinstance(content, str):
         return prompt.fill(content, row)
-    images = [part for part in content if part["type"] == "image"]
+    images = [part for part in content if part["type"] != "text"]
     text = prompt.fill("".join(part.get("text", _IMAGE) for part in content), row)
     pieces = text.split(_IMAGE)
     if len(pieces) != len(images) + 1:

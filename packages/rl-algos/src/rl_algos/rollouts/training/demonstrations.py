@@ -43,7 +43,7 @@ class DemonstrationRows:
         Raises:
             DataError: With dataset and row, and the remedy.
         """
-        kept = ("overlong", "malformed", "allow_image_urls", "shuffle", "num_workers")
+        kept = ("overlong", "malformed", "allow_image_urls", "max_video_frames", "shuffle", "num_workers")
         own = DataConfig(train=dataset, **{key: getattr(data, key) for key in kept})
         (loaded,) = load_datasets(own, "train")
         conversations = training_rows(loaded, own, tokenizer, max_tokens, learn="all")

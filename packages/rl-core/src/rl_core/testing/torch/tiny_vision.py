@@ -72,6 +72,49 @@ _QWEN_VISION = {
 _QWEN3_VISION = {**_QWEN_VISION, "patch_size": 16, "num_position_embeddings": 64}
 
 
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+
+
+def _glm(text: Mapping[str, Any], kind: str) -> TinyFamily:
+    start, end, image = _GLM_TOKENS[:3]
+    video_start, video_end, video = _GLM_TOKENS[3:]
+    return TinyFamily(
+        text={"rope_parameters": {**_MROPE, "partial_rotary_factor": 0.5, "mrope_section": [2, 3, 3]}, **text},
+        vision={**_QWEN_VISION, "patch_size": 14, "image_size": 112},
+        whole={
+            "image_token_id": image,
+            "video_token_id": video,
+            "image_start_token_id": start,
+            "image_end_token_id": end,
+            "video_start_token_id": video_start,
+            "video_end_token_id": video_end,
+        },
+        tokens=_GLM_TOKENS,
+        image=f"{start}{image}{end}",
+        processor={"processor_class": f"{kind}Processor"},
+        image_processor={
+            "image_processor_type": f"{kind}ImageProcessor",
+            "patch_size": 14,
+            "temporal_patch_size": 2,
+            "merge_size": 2,
+            # Pixels of both frames that an image is shown as.
+            "size": {"shortest_edge": 2 * 28 * 28, "longest_edge": 2 * 16 * 28 * 28},
+            **_NORMALISED,
+        },
+        video_processor=f"{kind}VideoProcessor",
+    )
+
+
+_GLM_TOKENS = (
+    "<|begin_of_image|>",
+    "<|end_of_image|>",
+    "<|image|>",
+    "<|begin_of_video|>",
+    "<|end_of_video|>",
+    "<|video|>",
+)
+
+
 def _qwen(
     text: Mapping[str, Any], vision: Mapping[str, Any], processor: str = "Qwen3VL", video_processor: str = "Qwen3VL"
 ) -> TinyFamily:
@@ -140,7 +183,41 @@ def _idefics(kind: str, **processor: Any) -> TinyFamily:
     )
 
 
+_QWEN3_5 = {
+    "rope_parameters": {**_MROPE, "partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1], "mrope_interleaved": True},
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+}
+_QWEN3_VL = {"rope_parameters": {**_MROPE, "mrope_interleaved": True}}
+_DEEP_VISION = {**_QWEN3_VISION, "deepstack_visual_indexes": [0, 1]}
+_MISTRAL_TOKENS = ("[IMG]", "[IMG_BREAK]", "[IMG_END]")
+_LLAMA_TOKENS = (
+    "<|image|>",
+    "<|image_start|>",
+    "<|image_end|>",
+    "<|patch|>",
+    "<|tile_x_separator|>",
+    "<|tile_y_separator|>",
+)
+
 FAMILIES: Mapping[str, TinyFamily] = {
+    "qwen2_vl": _qwen(
+        text={"rope_parameters": _MROPE, "num_attention_heads": 2},
+        vision={
+            "depth": 2,
+            "embed_dim": 32,
+            "hidden_size": 64,
+            "mlp_ratio": 2,
+            "num_heads": 2,
+            "patch_size": 14,
+            "initializer_range": 0.15,
+        },
+        processor="Qwen2VL",
+        video_processor="Qwen2VL",
+    ),
     "qwen2_5_vl": _qwen(
         # Its heads are as wide as they can be.
         text={"rope_parameters": _MROPE, "num_attention_heads": 2},
@@ -148,25 +225,111 @@ FAMILIES: Mapping[str, TinyFamily] = {
         processor="Qwen2_5_VL",
         video_processor="Qwen2VL",
     ),
-    "qwen3_vl": _qwen(
-        text={"rope_parameters": {**_MROPE, "mrope_interleaved": True}},
-        vision={**_QWEN3_VISION, "deepstack_visual_indexes": [0, 1]},
+    "qwen3_vl": _qwen(text=_QWEN3_VL, vision=_DEEP_VISION),
+    "qwen3_vl_moe": _qwen(text={**_QWEN3_VL, **_EXPERTS}, vision=_DEEP_VISION),
+    "qwen3_5": _qwen(text=_QWEN3_5, vision=_QWEN3_VISION),
+    "qwen3_5_moe": _qwen(text={**_QWEN3_5, **_EXPERTS, "shared_expert_intermediate_size": 24}, vision=_QWEN3_VISION),
+    "glm4v": _glm({}, "Glm4v"),
+    "glm4v_moe": _glm(
+        {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "first_k_dense_replace": 1},
+        "Glm4v",
     ),
-    "qwen3_5": _qwen(
-        text={
-            "rope_parameters": {
-                **_MROPE,
-                "partial_rotary_factor": 0.25,
-                "mrope_section": [2, 1, 1],
-                "mrope_interleaved": True,
-            },
-            "layer_types": ["linear_attention", "full_attention"],
-            "linear_key_head_dim": 32,
-            "linear_value_head_dim": 32,
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 2,
+    "glm46v": _glm({}, "Glm46V"),
+    "mistral3": TinyFamily(
+        text={"model_type": "mistral", "sliding_window": None},
+        vision={**_SIGLIP, "image_size": 112},
+        whole={"image_token_index": "[IMG]"},
+        tokens=_MISTRAL_TOKENS,
+        image="[IMG]",
+        processor={"processor_class": "PixtralProcessor", "patch_size": 14, "spatial_merge_size": 2},
+        image_processor={
+            "image_processor_type": "PixtralImageProcessor",
+            "patch_size": {"height": 14, "width": 14},
+            "size": {"longest_edge": 112},
+            **_NORMALISED,
         },
-        vision=_QWEN3_VISION,
+    ),
+    "llama4": TinyFamily(
+        text={
+            "num_local_experts": 4,
+            "intermediate_size_mlp": 96,
+            "intermediate_size": 24,
+            "attention_chunk_size": 64,
+            "attn_temperature_tuning": False,
+        },
+        vision={
+            **_SIGLIP,
+            "intermediate_size": 128,
+            "image_size": 56,
+            "vision_output_dim": 48,
+            "projector_input_dim": 48,
+            "projector_output_dim": 48,
+        },
+        whole={
+            "image_token_index": "<|patch|>",
+            "boi_token_index": "<|image_start|>",
+            "eoi_token_index": "<|image_end|>",
+        },
+        tokens=_LLAMA_TOKENS,
+        image="<|image|>",
+        processor={"processor_class": "Llama4Processor", "patch_size": 14, "pixel_shuffle_ratio": 0.5},
+        image_processor={
+            "image_processor_type": "Llama4ImageProcessor",
+            "size": {"height": 56, "width": 56},
+            "max_patches": 4,
+            **_NORMALISED,
+        },
+    ),
+    "gemma4": TinyFamily(
+        text={
+            "global_head_dim": 32,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": VOCAB_SIZE,
+            "sliding_window": 16,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "pad_token_id": 0,
+        },
+        vision={
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "patch_size": 8,
+            "pooling_kernel_size": 3,
+            "position_embedding_size": 64,
+            "initializer_range": 0.15,
+        },
+        whole={
+            "image_token_id": "<|image|>",
+            "video_token_id": "<|video|>",
+            "audio_token_id": "<|audio|>",
+            "boi_token_id": "<|image>",
+            "eoi_token_id": "<image|>",
+        },
+        tokens=("<|image>", "<image|>", "<|image|>", "<|video|>", "<|audio>", "<audio|>", "<|audio|>"),
+        named={
+            "boi_token": "<|image>",
+            "eoi_token": "<image|>",
+            "image_token": "<|image|>",
+            "boa_token": "<|audio>",
+            "eoa_token": "<audio|>",
+            "audio_token": "<|audio|>",
+        },
+        image="<|image|>",
+        processor={
+            "processor_class": "Gemma4Processor",
+            "image_seq_length": 70,
+            "feature_extractor": {"feature_extractor_type": "Gemma4AudioFeatureExtractor"},
+        },
+        image_processor={
+            "image_processor_type": "Gemma4ImageProcessor",
+            "patch_size": 8,
+            "max_soft_tokens": 70,
+            "pooling_kernel_size": 3,
+        },
+        video_processor="Gemma4VideoProcessor",
     ),
     "gemma3": TinyFamily(
         text={
