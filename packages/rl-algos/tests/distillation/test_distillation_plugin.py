@@ -1,6 +1,6 @@
 import pytest
 
-from rl_algos.distillation.algorithm import Distillation, OfflineDistillation, check_k, sends_hidden
+from rl_algos.distillation.algorithm import Distillation, OfflineDistillation, check_heads, check_k, sends_hidden
 from rl_algos.distillation.plugin import OFFLINE, PLUGIN
 from rl_algos.distillation.teachers import teacher_of
 from rl_core.algorithm import implementation_of
@@ -118,3 +118,14 @@ def test_a_vocabulary_may_be_taken_whole():
     assert not sends_hidden(None, 8192)
     assert sends_hidden(None, 150_000)
     assert not sends_hidden(64, 150_000)
+
+
+@pytest.mark.parametrize("plugin", [PLUGIN, OFFLINE], ids=lambda plugin: plugin.name)
+def test_a_head_that_needs_the_teachers_own_code_is_not_read_by_the_student(tmp_path, plugin):
+    trusted = f"teacher.trust_remote_code=sha256:{'0' * 64}"
+    whole = config(tmp_path, plugin, trusted, "distillation.topk_logits_k=null")
+    check_heads(whole, 8192)
+    check_heads(config(tmp_path, plugin, trusted), 150_000)
+    check_heads(config(tmp_path, plugin, "distillation.topk_logits_k=null"), 150_000)
+    with pytest.raises(ConfigError, match=r"^teacher\.trust_remote_code: .*150,000 tokens.*topk_logits_k=64"):
+        check_heads(whole, 150_000)

@@ -130,6 +130,7 @@ class Distillation(RolloutAlgorithm[RolloutsRoot]):
             translator = Translator(tokenizer, teacher_tokenizer(config, "teacher"), key="teacher.model_name")
         else:
             check_k(config.distillation.topk_logits_k, len(tokenizer))
+            check_heads(config, len(tokenizer))
             check_teachers(config, tokenizer)
         own = config.distillation.self_teacher
         check_routes(config, loaded, all_rows=own is None)
@@ -196,6 +197,7 @@ class OfflineDistillation(SupervisedAlgorithm[TextRoot, TextData]):
         settings, data = config.distillation, config.data
         require_chat_template(tokenizer)
         check_k(settings.topk_logits_k, len(tokenizer))
+        check_heads(config, len(tokenizer))
         check_teachers(config, tokenizer)
 
         def rows_of(dataset: Dataset) -> Sequence[TextRow]:
@@ -260,6 +262,27 @@ def check_k(k: int | None, vocabulary: int) -> None:
             "other tokens count together as the tail. Or set it to null for all tokens, which sends only the "
             "teacher's hidden states"
         )
+
+
+def check_heads(config: TextRoot | RolloutsRoot, vocabulary: int) -> None:
+    """Refuse teachers with code of their own if the student's ranks read their heads.
+
+    Args:
+        config: Resolved config of the run.
+        vocabulary: Number of tokens that student and teachers share.
+
+    Raises:
+        ConfigError: With the key of the teacher.
+    """
+    if not sends_hidden(config.distillation.topk_logits_k, vocabulary):
+        return
+    for key in teacher_sections(config).values():
+        if attrgetter(key)(config).trust_remote_code is not None:
+            raise ConfigError(
+                f"{key}.trust_remote_code: with distillation.topk_logits_k=null and {vocabulary:,} tokens the student's "
+                "ranks read the head of the teacher, and do not run the teacher's code. Set "
+                f"distillation.topk_logits_k={DEFAULT_K}, or choose a teacher that transformers has"
+            )
 
 
 def teacher_tokenizer(config: TextRoot | RolloutsRoot, key: str) -> Any:
