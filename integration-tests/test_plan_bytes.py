@@ -10,14 +10,17 @@ import pytest
 from planned_ranks import trained_bytes
 
 from rl_algos.tiny_model import make_tiny_model
-from rl_core.devices import CPU
+from rl_core.devices import CPU, CUDA
 from rl_core.facts.model_size import ModelSize
 from rl_core.model_config import LoraConfig, ModelConfig, OptimizerConfig, SequencePackingConfig
 from rl_core.plugins import POLICIES, plugin
 from rl_core.selfcheck.rank_pool import RankPool, preload
+from rl_launch.planning.accelerators import accelerator_named
 from rl_launch.planning.memory import Recomputed, TrainingRank, activation_bytes
-from rl_launch.planning.plan import checkpoint_bytes, fields_of
+from rl_launch.planning.plan import checkpoint_bytes, fields_of, plan_run
 from rl_launch.planning.shapes import Shape, adapter_parameters
+from rl_launch.planning.verify import verify
+from rl_launch.run_config.reading import read_plan
 
 LENGTHS = (64, 64, 64, 64)
 """Rows of equal length, so that every rank has as many tokens."""
@@ -109,3 +112,13 @@ def saved_bytes(rank):
     layout = replace(rank.layout, pipeline=1)
     tokens = sum(LENGTHS) / layout.data / layout.context
     return activation_bytes(rank.shape, layout, rank.model, Recomputed(0, 0, rank.layers), tokens=tokens)
+
+
+@pytest.mark.parametrize("recipe", ["grpo-math-8b", "sft-lora", "grpo-math-32b"])
+def test_formulas_agree_with_counts_on_real_layers(recipe):
+    run = read_plan(recipe)
+    found = verify(run, plan_run(run, recipe, accelerator=accelerator_named("h100"), device=CUDA))
+    assert {each.part for each in found} >= {"weights", "logits", "activations, recompute none"}
+    # Adapters are not among the layers that are counted.
+    parts = [each for each in found if not run.config.policy.lora_cfg.enabled or "activations" not in each.part]
+    assert [each for each in parts if abs(each.difference) > TOLERANCE] == []

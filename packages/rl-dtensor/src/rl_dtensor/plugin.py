@@ -175,6 +175,7 @@ PLUGIN = BackendPlugin(
     mesh_case=mesh_case,
     memory=memory_of,
     layout=layout_of,
+    counted="rl_dtensor.counted:counted",
     replay_key="moe_router_replay",
     trains_draft_heads=True,
     runs_model_code=True,

@@ -186,6 +186,10 @@ class BackendPlugin:
             the device, to the `RankLayout` from which `rl plan` estimates memory and time; None if it is not estimated.
         engine_layout: The same of a generator for one replica, from the model's section, its config, the device and
             whether it shares the device (`is_shared=`), to an `EngineLayout`.
+        counted: `"package.module:function"` of a training backend, called in the worker's environment with the section
+            of a model and the backend's settings as plain data, the fields of the model's Hugging Face config and the
+            number of ranks; it counts the bytes of a training step on the model's real layers, by name. Empty if it
+            does not.
         replay_key: Boolean key of a training backend's config that makes its passes send tokens to the experts that the
             generator chose; empty if it has none. The generator then reports them.
         routing_problem: For a generator: function from its config and the device to why its completions cannot
@@ -235,6 +239,7 @@ class BackendPlugin:
     memory: Callable[..., RankMemory] | None = None
     layout: Callable[[ModelConfig, Any, int, Device], RankLayout] | None = None
     engine_layout: Callable[..., EngineLayout] | None = None
+    counted: str = ""
     replay_key: str = ""
     routing_problem: Callable[[Any, Device], str] = reports_no_routing
     adapter_problem: Callable[[Any, ModelConfig, Device], str] = applies_no_adapters

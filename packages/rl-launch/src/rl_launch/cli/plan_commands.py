@@ -26,6 +26,9 @@ def plan(
         str, option("--from", "Take lengths and times from a run, and simulate what else it could do.", "RUN")
     ] = "",
     learn: Annotated[bool, option("--learn", "Correct later plans on this device by the times of that run.")] = False,
+    verify: Annotated[
+        bool, option("--verify", "Count on the model's real layers too, in the worker's environment. Takes a minute.")
+    ] = False,
     search: Annotated[bool, option("--search", "List the fastest layouts on the same devices.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -56,6 +59,7 @@ def plan(
             searches=search,
             run=run,
             learns=learn,
+            verifies=verify,
         )
         if as_json:
             write_json(plain(answer.plan, price=price, change=answer.change, found=answer.found))
@@ -63,5 +67,5 @@ def plan(
         shown = [*lines(answer.plan, price=price, change=answer.change)]
         if search:
             shown += search_lines(answer.found, answer.plan)
-        shown += answer.what_if
+        shown += answer.further
         sys.stdout.write("\n".join(shown) + "\n")

@@ -26,13 +26,13 @@ class PlanAnswer(NamedTuple):
         plan: The plan.
         change: Smallest change that fits; None if the plan fits, or nothing that was tried does.
         found: Fastest layouts, if they were asked for.
-        what_if: Simulated cases of a finished run as lines of text, if one was named.
+        further: Counts on real layers and simulated cases of a finished run as lines of text, if they were asked for.
     """
 
     plan: Plan
     change: Change | None
     found: Sequence[Change]
-    what_if: Sequence[str] = ()
+    further: Sequence[str] = ()
 
 
 def plan_recipe(
@@ -44,6 +44,7 @@ def plan_recipe(
     searches: bool,
     run: str = "",
     learns: bool = False,
+    verifies: bool = False,
 ) -> PlanAnswer:
     """Plan a recipe.
 
@@ -55,6 +56,7 @@ def plan_recipe(
         searches: True to list the fastest layouts.
         run: Run directory whose lengths and times are used; empty for none.
         learns: True to keep the times of that run for later plans.
+        verifies: True to count on the model's real layers too.
 
     Raises:
         ConfigError: If the config is wrong, the device is not known, or the run has nothing to learn from.
@@ -77,9 +79,14 @@ def plan_recipe(
     planned = planner(read)
     change = smallest_change(read, planner) if planned.fits is False else None
     found = fastest(read, planner, num=NUM_FOUND) if searches else ()
-    what_if: Sequence[str] = ()
+    further: list[str] = []
+    if verifies:
+        from rl_launch.planning.verify import lines as verified
+        from rl_launch.planning.verify import verify
+
+        further += verified(verify(read, planned))
     if folder is not None and planned.engine is not None:
         from rl_launch.planning.what_if import RunFacts, lines
 
-        what_if = list(lines(RunFacts.of_run(folder, planned)))
-    return PlanAnswer(planned, change, found, what_if)
+        further += lines(RunFacts.of_run(folder, planned))
+    return PlanAnswer(planned, change, found, further)
