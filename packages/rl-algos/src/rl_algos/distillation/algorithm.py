@@ -279,8 +279,8 @@ def check_heads(config: TextRoot | RolloutsRoot, vocabulary: int) -> None:
     for key in teacher_sections(config).values():
         if attrgetter(key)(config).trust_remote_code is not None:
             raise ConfigError(
-                f"{key}.trust_remote_code: with distillation.topk_logits_k=null and {vocabulary:,} tokens the student's "
-                "ranks read the head of the teacher, and do not run the teacher's code. Set "
+                f"{key}.trust_remote_code: with distillation.topk_logits_k=null and {vocabulary:,} tokens the ranks of "
+                "the student read the head of the teacher, and they do not run its code. Set "
                 f"distillation.topk_logits_k={DEFAULT_K}, or choose a teacher that transformers has"
             )
 
