@@ -38,8 +38,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnContext
 from multiprocessing.synchronize import Barrier
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -200,13 +201,11 @@ def in_parts(case: Case, num_ranks: int, device: Device, repeats: int, threads: 
 
 def exchanged(case: Case, num_ranks: int, repeats: int, threads: int) -> str:
     """The table of one case whose ranks gather whole tensors, or exchange pieces of them."""
-    context, port, pipes = multiprocessing.get_context("spawn"), free_port(), []
-    for rank in range(num_ranks):
-        ours, theirs = context.Pipe(duplex=False)
-        work = case, rank, num_ranks, port, repeats, threads, theirs
-        context.Process(target=fill_buckets, args=work, daemon=True).start()
-        pipes.append(ours)
-    found = [pipe.recv() for pipe in pipes]
+    port = free_port()
+    found = results_of(
+        [(fill_buckets, (case, rank, num_ranks, port, repeats, threads)) for rank in range(num_ranks)],
+        multiprocessing.get_context("spawn"),
+    )
     gathered, exchanged = (
         [sum(column) / num_ranks for column in zip(*way, strict=True)] for way in zip(*found, strict=True)
     )
@@ -313,14 +312,11 @@ def exchanged_apart(case: Case, num_ranks: int, repeats: int, threads: int) -> s
         Transport("collective", f"127.0.0.1:{free_port()}", num_ranks, CPU.bucket_bytes, every_rank_sends=in_parts)
         for in_parts in (False, True)
     ]
-    matrices, barrier, pipes = Matrices.of(case, num_ranks), context.Barrier(2 * num_ranks), []
+    matrices, barrier, works = Matrices.of(case, num_ranks), context.Barrier(2 * num_ranks), []
     for place in range(2 * num_ranks):
-        ours, theirs = context.Pipe(duplex=False)
         work = send_apart if place < num_ranks else receive_apart
-        given = matrices, transports, place % num_ranks, port, repeats, threads, barrier, theirs
-        context.Process(target=work, args=given, daemon=True).start()
-        pipes.append(ours)
-    found = [pipe.recv() for pipe in pipes]
+        works.append((work, (matrices, transports, place % num_ranks, port, repeats, threads, barrier)))
+    found = results_of(works, context)
     assert len({tuple(sums) for _, sums in found[num_ranks:]}) == num_ranks, "receivers keep different columns"
     assert all(len(set(sums)) == 1 for _, sums in found[num_ranks:]), "both ways bring the same values"
     kept = matrices.width**2 * 2 * matrices.count
@@ -332,6 +328,22 @@ def exchanged_apart(case: Case, num_ranks: int, repeats: int, threads: int) -> s
     ]
     columns = ["processor ns of all ranks for a byte of the model", "to gathering", "of the busiest rank"]
     return table(["the ranks", *columns], rows)
+
+
+def results_of(works: Sequence[tuple[Callable[..., None], tuple[Any, ...]]], context: SpawnContext) -> list[Any]:
+    """What each work sends through the pipe that is its last argument, from a process of its own; all have ended then,
+    so that none takes time from what comes next."""
+    pipes, processes = [], []
+    for work, given in works:
+        ours, theirs = context.Pipe(duplex=False)
+        processes.append(context.Process(target=work, args=(*given, theirs), daemon=True))
+        processes[-1].start()
+        theirs.close()
+        pipes.append(ours)
+    found = [pipe.recv() for pipe in pipes]
+    for process in processes:
+        process.join()
+    return found
 
 
 def send_apart(

@@ -105,6 +105,20 @@ def test_a_function_that_asks_a_judge_is_checked_with_it(tmp_path, judge):
     assert len(judge.asked) == len({json.dumps(each) for each in judge.asked})
 
 
+def test_a_function_that_asks_a_reward_model_is_left_out_of_the_check(tmp_path, judge):
+    (tmp_path / "reward.py").write_text(
+        "async def score(messages, helpful):\n    return await helpful.score(messages)\n"
+    )
+    write(tmp_path, judge, {"right": "reward.py:score", "format": "rl_core:thinking_format"})
+    text = (tmp_path / "recipe.yaml").read_text()
+    added = "  helpful: {kind: reward_model, model_name: tiny-arithmetic-rm}\nenv:\n"
+    (tmp_path / "recipe.yaml").write_text(text.replace("env:\n", added, 1))
+    found = run("env", "check", "recipe.yaml")
+    assert found.exit_code == 0, found.output
+    assert "-     judge       right asks a reward model, which needs a run" in found.output
+    assert judge.asked == []
+
+
 def test_agreement_with_labels_of_people(tmp_path, judge):
     write(tmp_path, judge, {"right": {"judge": "outside"}, "better": {"judge": "outside", "form": "ranking"}})
     rows = [("aaaa", "a"), ("bbb", "bb"), ("c", "ccccc"), ("dddd", "dd")]
