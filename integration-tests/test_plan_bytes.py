@@ -15,11 +15,11 @@ from rl_core.facts.model_size import ModelSize
 from rl_core.model_config import LoraConfig, ModelConfig, OptimizerConfig, SequencePackingConfig
 from rl_core.plugins import POLICIES, plugin
 from rl_core.selfcheck.rank_pool import RankPool, preload
+from rl_launch.commands.verified_plan import verify
 from rl_launch.planning.accelerators import accelerator_named
 from rl_launch.planning.memory import Recomputed, TrainingRank, activation_bytes
 from rl_launch.planning.plan import checkpoint_bytes, fields_of, plan_run
 from rl_launch.planning.shapes import Shape, adapter_parameters
-from rl_launch.planning.verify import verify
 from rl_launch.run_config.reading import read_plan
 
 LENGTHS = (64, 64, 64, 64)

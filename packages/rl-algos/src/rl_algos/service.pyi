@@ -22,6 +22,7 @@ from rl_algos.data.rows.example import info_of as info_of
 from rl_algos.data.sources.files import kind_of as kind_of
 from rl_algos.data.sources.hub_datasets import DATASETS as DATASETS
 from rl_algos.data.sources.hub_datasets import PREFERENCES as PREFERENCES
+from rl_algos.data.stream import Stream as Stream
 from rl_algos.data.sources.load import load_rows as load_rows
 from rl_algos.evaluation.estimates import Estimate as Estimate
 from rl_algos.evaluation.estimates import ModelComparison as ModelComparison
@@ -56,10 +57,12 @@ from rl_algos.judges.service import JudgeService as JudgeService
 from rl_algos.losses.surrogates import SURROGATES as SURROGATES
 from rl_algos.requirement import LOSSES as LOSSES
 from rl_algos.rollouts.config import RolloutConfig as RolloutConfig
+from rl_algos.rollouts.config import Sampler as Sampler
 from rl_algos.rollouts.data import AnswerCheck as AnswerCheck
 from rl_algos.rollouts.driver.judged import ModelJudges as ModelJudges
 from rl_algos.rollouts.driver.ledger import Ledger as Ledger
 from rl_algos.rollouts.driver.ledger import digest as digest
+from rl_algos.rollouts.driver.source import PacedRolloutSource as PacedRolloutSource
 from rl_algos.rollouts.driver.task_evaluation import EvaluationPlan as EvaluationPlan
 from rl_algos.rollouts.driver.task_evaluation import EvaluationTask as EvaluationTask
 from rl_algos.rollouts.mismatch import CAUSES as CAUSES

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rl_core.errors import ConfigError
+from rl_launch.doctor.machine import gpu_names
 from rl_launch.planning.changes import Change, fastest, smallest_change
 from rl_launch.planning.learned import learn, learned, measured_lengths
 from rl_launch.planning.plan import Plan, device_of, plan_run
@@ -69,7 +70,7 @@ def plan_recipe(
             *(given or own for given, own in zip(lengths, measured_lengths(folder.metrics()), strict=True))
         )
     read = read_plan(recipe or run, overrides)
-    accelerator, kind = device_of(read, device)
+    accelerator, kind = device_of(read, device, [] if device else gpu_names())
     name = Path(recipe or run).stem
     if folder is not None and learns:
         own = read_plan(run)
@@ -81,8 +82,8 @@ def plan_recipe(
     found = fastest(read, planner, num=NUM_FOUND) if searches else ()
     further: list[str] = []
     if verifies:
-        from rl_launch.planning.verify import lines as verified
-        from rl_launch.planning.verify import verify
+        from rl_launch.commands.verified_plan import lines as verified
+        from rl_launch.commands.verified_plan import verify
 
         further += verified(verify(read, planned))
     if folder is not None and planned.engine is not None:

@@ -23,6 +23,7 @@ from rl_core.plugins import export_suffixes
 from rl_core.rollouts.group import RolloutGroup
 from rl_core.run import Components
 from rl_launch.commands.preparation import DATA_CHECKS, FOLDER, START_CHECKS, Preparation
+from rl_launch.doctor.machine import gpu_names
 from rl_launch.model_files.local_models import (
     TINY,
     TINY_VISION,
@@ -205,7 +206,7 @@ def opening(
         if replayed is not None and replayed.observer is not None:
             monitoring.observer.observers.append(replayed.observer)
         if plan.config.logger.monitoring_enabled:
-            monitoring.observer.observers.append(PlannedSteps.of(plan, title))
+            monitoring.observer.observers.append(PlannedSteps.of(plan, title, gpu_names()))
         sessions = partial(
             RunSession,
             run.run_dir,

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -264,6 +264,14 @@ def driver_remedy(driver_cuda: str, cuda: str) -> str:
         f"Update the NVIDIA driver to {oldest} or later, or on data centre GPUs install {package} and put "
         f"/usr/local/cuda-{cuda}/compat on LD_LIBRARY_PATH of every node."
     )
+
+
+def gpu_names() -> list[str]:
+    """Return the names of this machine's GPUs, as the driver has them; empty if it does not answer."""
+    with suppress(OSError):
+        driver = ask_driver()
+        return [gpu.name for gpu in driver.gpus] if driver is not None else []
+    return []
 
 
 def ask_driver() -> GpuDriver | None:

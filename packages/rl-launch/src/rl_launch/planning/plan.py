@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,7 +15,6 @@ from rl_core.weights import ITEM_BYTES
 from rl_launch.backends import ModelBackend
 from rl_launch.cluster.device import AUTO
 from rl_launch.cluster.machine import local_gpus
-from rl_launch.doctor.machine import ask_driver
 from rl_launch.model_files.model_facts import hf_fields
 from rl_launch.placement.topology import GENERATION, Topology
 from rl_launch.planning.accelerators import (
@@ -178,13 +176,14 @@ class Plan:
         return price * self.num_devices * self.step_seconds / 3600
 
 
-def device_of(plan: RunPlan, name: str | None) -> tuple[Accelerator, Device]:
-    """Return the device that a run is planned for: the one named, or what the config says. GPUs are those of this
-    machine, if their rates are known.
+def device_of(plan: RunPlan, name: str | None, gpus: Iterable[str] = ()) -> tuple[Accelerator, Device]:
+    """Return the device that a run is planned for: the one named, or what the config says.
 
     Args:
         plan: Plan of the run.
         name: Name in the table of devices; None for the config's own choice.
+        gpus: GPUs of this machine, by the driver's names; the first whose rates are known is planned for if the config
+            asks for GPUs.
     """
     chosen = plan.config.cluster.device
     if name is not None:
@@ -195,10 +194,7 @@ def device_of(plan: RunPlan, name: str | None) -> tuple[Accelerator, Device]:
     kind = device_named(chosen)
     if not kind.runs_on_gpus:
         return accelerator_named(CPU_NAME), kind
-    here = None
-    with suppress(OSError):
-        driver = ask_driver()
-        here = next((found for gpu in driver.gpus if (found := accelerator_of(gpu.name))), None) if driver else None
+    here = next((found for gpu in gpus if (found := accelerator_of(gpu))), None)
     return here or accelerator_named(DEFAULT), kind
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from rl_launch.planning.learned import learned
 from rl_launch.planning.plan import Plan, device_of, plan_run
@@ -27,14 +27,15 @@ class PlannedSteps(RunObserver):
         self._metrics = found
 
     @classmethod
-    def of(cls, run: RunPlan, name: str) -> PlannedSteps:
+    def of(cls, run: RunPlan, name: str, gpus: Iterable[str]) -> PlannedSteps:
         """Plan a run on the devices of this machine, with the factors that earlier runs taught.
 
         Args:
             run: Its resolved config.
             name: Its name.
+            gpus: GPUs of this machine, by the driver's names.
         """
-        accelerator, device = device_of(run, None)
+        accelerator, device = device_of(run, None, gpus)
         factors = learned(accelerator.name)
         return cls(plan_run(run, name, accelerator=accelerator, device=device, factors=factors))
 

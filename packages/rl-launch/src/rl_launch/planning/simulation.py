@@ -23,7 +23,7 @@ from rl_algos.rollouts.driver.source import PacedRolloutSource
 from rl_core.rollouts.generation import SamplingParams
 from rl_core.rollouts.group import RolloutGroup, RolloutReports
 from rl_core.rollouts.pool import RolloutTask, Ticket
-from rl_core.rollouts.rollout import Prompt, Status, StopReason
+from rl_core.rollouts.rollout import Prompt, StopReason
 from rl_core.weights import WeightUpdate
 from rl_launch.runtime.rollout_pool import GroupDispatch
 
@@ -210,7 +210,6 @@ class ScriptedPool:
     def _group(self, task: RolloutTask) -> RolloutGroup:
         count, lengths = len(task.seeds), tuple(self._engines.tokens(task.seeds).tolist())
         stop_reason: StopReason = "stop"
-        status: Status = "ok"
         reports = RolloutReports(
             prompt_id=task.prompt.id,
             num_tokens=tuple(length + 1 for length in lengths),
@@ -219,7 +218,7 @@ class ScriptedPool:
             spans=tuple(((self._version, length),) for length in lengths),
             rewards=({"reward": 1.0},) * count,
             stop_reason=(stop_reason,) * count,
-            status=(status,) * count,
+            status=("ok",) * count,
             failure=("",) * count,
             info=({},) * count,
         )
