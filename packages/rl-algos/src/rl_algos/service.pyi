@@ -22,8 +22,8 @@ from rl_algos.data.rows.example import info_of as info_of
 from rl_algos.data.sources.files import kind_of as kind_of
 from rl_algos.data.sources.hub_datasets import DATASETS as DATASETS
 from rl_algos.data.sources.hub_datasets import PREFERENCES as PREFERENCES
-from rl_algos.data.stream import Stream as Stream
 from rl_algos.data.sources.load import load_rows as load_rows
+from rl_algos.data.stream import Stream as Stream
 from rl_algos.evaluation.estimates import Estimate as Estimate
 from rl_algos.evaluation.estimates import ModelComparison as ModelComparison
 from rl_algos.evaluation.estimates import compare as compare
