@@ -28,10 +28,17 @@ from rl_dtensor.selfcheck import MESHES, streamed
 FACTORY = "dtensor_factories:build"
 TRAINED = VisionConfig(enabled=True, tower="trained", projector="trained")
 HELD = ("1", "fsdp2", "tp2", "tp2+sp", "cp2", "cp2 ulysses")
-"""Meshes on which every family is exact."""
+"""Meshes on which every family is exact, except the ones of `REFUSED`."""
+REFUSED = (("gemma4", "tp2+sp"),)
 
 CASES = partly_exhaustive(
-    [(family, mesh, is_packed) for family in FAMILIES for mesh in HELD for is_packed in (True, False)],
+    [
+        (family, mesh, is_packed)
+        for family in FAMILIES
+        for mesh in HELD
+        for is_packed in (True, False)
+        if (family, mesh) not in REFUSED
+    ],
     always=[("qwen3_vl", "tp2+sp", True), ("gemma3", "1", False)],
 )
 
@@ -84,7 +91,7 @@ def assert_weights_like(weights, oracle):
     expected = oracle.model.hf.state_dict()
     assert len(weights) == len(expected)
     for name, weight in expected.items():
-        torch.testing.assert_close(weights[name].double(), weight, rtol=0, atol=1e-5)
+        torch.testing.assert_close(weights[name].double(), weight.double(), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(("family", "mesh", "is_packed"), CASES)

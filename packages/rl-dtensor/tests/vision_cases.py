@@ -84,8 +84,12 @@ class VisionOracle(Oracle):
     """A vision-language model in float64, each row with its images passed through `transformers` alone."""
 
     def __init__(self, folder: Path, store: ImageStore) -> None:
-        hf = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
+        hf = AutoModelForImageTextToText.from_pretrained(
+            folder, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
+        )
         self.model = _Seeing(hf.eval())
+        # Pixtral's processor joins patches before its image processor sees them.
+        self._joined = {"patch_size": 28} if hf.config.model_type == "mistral3" else {}
         self.role = "policy"
         self.optimizer = None
         self._store = store
@@ -94,7 +98,7 @@ class VisionOracle(Oracle):
     def show(self, digests: Sequence[str]) -> None:
         """Show the model these images with the next row."""
         images = [self._store.open(each) for each in digests]
-        self.model.shown = dict(self._processor(images=images, return_tensors="pt")) if images else {}
+        self.model.shown = dict(self._processor(images=images, return_tensors="pt", **self._joined)) if images else {}
 
     def _reads(self, batch: Batch, reads: Sequence[Read], temperature: float) -> Mapping[str, Tensor]:
         names = (TOKENS, *read_columns(reads))
@@ -119,12 +123,12 @@ class _Seeing(nn.Module):
         kind, told = self.hf.config.model_type, {}
         if kind == "gemma3":
             told = {"token_type_ids": is_image}
-        elif kind.startswith("qwen") and self.shown:
+        elif kind.startswith(("qwen", "glm")) and self.shown:
             told = {"mm_token_type_ids": is_image}
         seen = {
             name: each.double() if each.is_floating_point() else each
             for name, each in self.shown.items()
-            if name not in ("num_crops", "num_patches")
+            if name not in ("num_crops", "num_patches", "aspect_ratios", "num_soft_tokens_per_image")
         }
         return self.hf(input_ids=input_ids, use_cache=False, **seen, **told)
 

@@ -28,6 +28,14 @@ def test_what_cannot_run_is_named(vision, backend, kind, key):
     assert problem.key == key
 
 
+def test_images_that_are_seen_both_ways_in_some_layers_are_refused_by_name():
+    fields = {"model_type": "gemma4", "text_config": {"use_bidirectional_attention": "vision"}}
+    (problem,) = vision_problems(SEEING, DTensorConfig(), fields)
+    assert "see one another in some layers" in problem.message
+    fields = {"model_type": "gemma4", "text_config": {"use_bidirectional_attention": None}}
+    assert not list(vision_problems(SEEING, DTensorConfig(), fields))
+
+
 def test_what_can_run_is_accepted():
     sized = VisionConfig(enabled=True, min_pixels=10, max_pixels=100)
     assert not list(vision_problems(sized, DTensorConfig(), {"model_type": "qwen3_vl"}))

@@ -42,7 +42,7 @@ class PromptImages:
         self._compute = hf.dtype
         self._device = hf.device
         self._token: int = hf.config.image_token_id
-        images = ProcessedImages(folder, self._family, vision, self._compute)
+        images = ProcessedImages(folder, self._family, hf.config, vision, self._compute)
         self._columns = ImageColumns(self._family, hf.base_model, images, max_images=vision.max_images)
 
     def check(self, request: GenerationRequest) -> None:
@@ -68,9 +68,8 @@ class PromptImages:
             return {}, None
         names = self._family.columns
         held = dict(zip(names, to_device([columns[PREFIX + name] for name in names], self._device), strict=True))
-        arguments: dict[str, Any] = {**held, PIXELS: as_computed(held[PIXELS], self._compute)}
-        if self._family.is_batched:
-            arguments = {name: values[None] for name, values in arguments.items()}
+        held[PIXELS] = as_computed(held[PIXELS], self._compute)
+        arguments: dict[str, Any] = {**self._family.arguments(held)}
         if self._family.sees_both_ways:
             arguments["token_type_ids"] = (tokens == self._token).int().to(self._device)
         axes = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -116,7 +116,9 @@ class ReadingModel(nn.Module):
         if not self.is_last:
             return hidden
         if checks_logits:
-            return {"logit_error": self._logit_error(hidden, layout, entered)}
+            # Gemma 4 would read its table of embeddings, of which each tensor-parallel rank has a part.
+            own = inputs if "per_layer_inputs" in inputs else self._inputs(layout, entered)
+            return {"logit_error": self._logit_error(hidden, layout, own)}
         hidden, rows = hidden.flatten(0, 1), layout.rows
         group = None if layout.context is None else layout.context.group
         if self.role in HEADLESS_ROLES:
@@ -152,8 +154,14 @@ class ReadingModel(nn.Module):
         bias = None if lm_head.bias is None else to_local(lm_head.bias, Shard(0))
         return Head(to_local(lm_head.weight, Shard(0)), bias, self.transform)
 
-    def _logit_error(self, hidden: Tensor, layout: RowLayout, entered: Tensor | None) -> Tensor:
-        """Return the largest difference of the head's logits from the model's own, relative to the largest of these."""
+    def _logit_error(self, hidden: Tensor, layout: RowLayout, inputs: Mapping[str, Any]) -> Tensor:
+        """Return the largest difference of the head's logits from the model's own, relative to the largest of these.
+
+        Args:
+            hidden: Last hidden states, `[batch, seq, hidden]`.
+            layout: Rows of the pass.
+            inputs: Arguments of the whole model.
+        """
         head = self._head()
         if hidden.shape[-1] != head.weight.shape[-1]:
             raise ValueError(
@@ -161,7 +169,7 @@ class ReadingModel(nn.Module):
                 f"head: it takes {head.weight.shape[-1]} features, and they have {hidden.shape[-1]}"
             )
         logits = head.transform(F.linear(hidden.to(head.weight.dtype), head.weight, head.bias).float())
-        own = self.hf(use_cache=False, **self._inputs(layout, entered)).logits.float()
+        own = self.hf(use_cache=False, **inputs).logits.float()
         is_token = (layout.places >= 0).view(layout.shape)[..., None]
         largest = own.abs().where(is_token, 0.0).amax()
         return (logits - own).abs().where(is_token, 0.0).amax() / largest.clamp(min=1e-6)

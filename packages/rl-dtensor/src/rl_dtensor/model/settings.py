@@ -176,7 +176,7 @@ def vision_build_problems(vision: VisionConfig, backend: DTensorConfig, config: 
     if vision.enabled and role in HEADLESS_ROLES:
         reason = f"is not supported for a {role}, whose head has one output"
         yield Problem("vision.enabled", reason, got=True, allowed="false")
-    yield from vision_problems(vision, backend, {"model_type": config.model_type})
+    yield from vision_problems(vision, backend, config.to_dict())
 
 
 def vision_problems(vision: VisionConfig, backend: DTensorConfig, fields: Mapping[str, Any]) -> Iterator[Problem]:
@@ -203,6 +203,13 @@ def vision_problems(vision: VisionConfig, backend: DTensorConfig, fields: Mappin
         allowed = f"false, or a model of one of the families {', '.join(FAMILIES)}"
         yield Problem("vision.enabled", f"is not supported for {kind} models", allowed=allowed)
         return
+    seen_by = (fields.get("text_config") or {}).get("use_bidirectional_attention")
+    if kind == "gemma4" and seen_by is not None:
+        reason = (
+            f"is not supported for gemma4 models with use_bidirectional_attention={seen_by}, whose tokens of an image "
+            "see one another in some layers and not in others"
+        )
+        yield Problem("vision.enabled", reason, got=True, allowed="false, or a smaller model of the family (E2B, E4B)")
     for name in ("min_pixels", "max_pixels"):
         if getattr(vision, name) is not None and kind not in SIZED:
             reason = f"has no effect on {kind} models, whose images have fixed sizes"

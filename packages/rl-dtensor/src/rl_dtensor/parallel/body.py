@@ -21,7 +21,9 @@ def body_of(hf: PreTrainedModel) -> PreTrainedModel:
 def body_name(hf: PreTrainedModel) -> str:
     """Return the name of that module; empty if the model has no head."""
     if is_composite(hf):
-        language = hf.get_decoder()
+        decoder = hf.get_decoder()
+        # The decoder of Llama 4 has the head.
+        language = next((child for child in decoder.children() if isinstance(child, PreTrainedModel)), decoder)
         return next(name for name, module in hf.named_modules() if module is language)
     if hf.base_model is not hf:
         return hf.base_model_prefix

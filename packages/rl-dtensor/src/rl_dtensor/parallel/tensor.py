@@ -16,6 +16,7 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from transformers import PreTrainedModel
 
 from rl_dtensor.config import Style
+from rl_dtensor.parallel.body import body_name
 from rl_dtensor.parallel.collectives import distribute, enter, gather, leave, localize, scatter_sum, split
 from rl_dtensor.parallel.experts import check_stacked, mask_foreign_experts
 from rl_dtensor.parallel.plan import blocks_of, whole_blocks_of
@@ -147,6 +148,9 @@ class _Splitter:
         reader = around[0] if len(around) == 1 else None
         if within:
             reader = self._hf.get_submodule(within[0])
+        if reader is None and isinstance(module, nn.Embedding) and not plain.startswith(body_name(self._hf)):
+            # A vision tower may interpolate its table of places.
+            reader = self._hf.get_submodule(plain.rpartition(".")[0])
         localize(module, {name: Shard(0) if name in split else whole for name in module._parameters}, reader=reader)
 
     def _place(self, module: nn.Module, held: Placement, grad: Placement) -> None:

@@ -79,8 +79,13 @@ def _glm(text: Mapping[str, Any], kind: str) -> TinyFamily:
     start, end, image = _GLM_TOKENS[:3]
     video_start, video_end, video = _GLM_TOKENS[3:]
     return TinyFamily(
-        text={"rope_parameters": {**_MROPE, "partial_rotary_factor": 0.5, "mrope_section": [2, 3, 3]}, **text},
-        vision={**_QWEN_VISION, "patch_size": 14, "image_size": 112},
+        text={
+            "rope_parameters": {**_MROPE, "partial_rotary_factor": 0.5, "mrope_section": [2, 3, 3]},
+            # The logits of this family are large.
+            "initializer_range": 0.08,
+            **text,
+        },
+        vision={**_QWEN_VISION, "patch_size": 14, "image_size": 112, "initializer_range": 0.08},
         whole={
             "image_token_id": image,
             "video_token_id": video,
