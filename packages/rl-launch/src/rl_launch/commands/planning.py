@@ -12,7 +12,7 @@ from rl_launch.doctor.machine import gpu_names
 from rl_launch.planning.changes import Change, fastest, smallest_change
 from rl_launch.planning.learned import learn, learned, measured_lengths
 from rl_launch.planning.plan import Plan, device_of, plan_run
-from rl_launch.planning.workload import Lengths
+from rl_launch.planning.workload import Lengths, Workload
 from rl_launch.run_config.reading import read_plan
 from rl_launch.run_session.directory.run_folder import RunFolder
 
@@ -64,16 +64,15 @@ def plan_recipe(
     """
     if not recipe and not run:
         raise ConfigError("Name a recipe, such as grpo-math-1b, or a run with --from RUN. rl recipes lists the recipes")
-    folder = RunFolder(run) if run else None
-    if folder is not None:
-        lengths = Lengths(
-            *(given or own for given, own in zip(lengths, measured_lengths(folder.metrics()), strict=True))
-        )
+    folder = own = None
+    if run:
+        folder, own = RunFolder(run), read_plan(run)
+        of_run = measured_lengths(folder.metrics(), Workload.of(own, lengths).num_rows)
+        lengths = Lengths(lengths.prompt, lengths.completion or of_run.completion)
     read = read_plan(recipe or run, overrides)
     accelerator, kind = device_of(read, device, [] if device else gpu_names())
     name = Path(recipe or run).stem
-    if folder is not None and learns:
-        own = read_plan(run)
+    if folder is not None and own is not None and learns:
         learn(folder, plan_run(own, name, accelerator=accelerator, device=kind, lengths=lengths))
     factors = learned(accelerator.name)
     planner = partial(plan_run, name=name, accelerator=accelerator, device=kind, lengths=lengths, factors=factors)

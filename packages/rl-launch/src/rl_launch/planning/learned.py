@@ -32,23 +32,19 @@ def measured_seconds(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return {name.removeprefix(TIME): median(values) for name, values in found.items() if values}
 
 
-def measured_lengths(rows: Sequence[Mapping[str, Any]]) -> Lengths:
-    """Return the mean tokens of prompts and completions of a run, or of its rows of data.
+def measured_lengths(rows: Sequence[Mapping[str, Any]], num_rows: int) -> Lengths:
+    """Return the mean tokens of completions of a run, or of its rows of data. Prompts are not in its metrics.
 
     Args:
         rows: Metrics of its steps.
+        num_rows: Rows of a step.
     """
-
-    def mean(name: str) -> float | None:
-        values = [row[name] for row in rows if row.get(name) is not None]
-        return sum(values) / len(values) if values else None
-
-    completion = mean("rollout/mean_length")
-    tokens, count = mean("train/num_tokens"), mean("train/rows")
-    row = tokens / count if tokens and count else None
-    if completion is None:
-        return Lengths(None, row)
-    return Lengths(None if row is None else max(1.0, row - completion), completion)
+    name = "rollout/mean_length" if any("rollout/mean_length" in row for row in rows) else "train/num_tokens"
+    values = [row[name] for row in rows if row.get(name) is not None]
+    if not values:
+        return Lengths()
+    mean = sum(values) / len(values)
+    return Lengths(None, mean if name == "rollout/mean_length" else max(1.0, mean / num_rows))
 
 
 def learned(device: str) -> Factors:

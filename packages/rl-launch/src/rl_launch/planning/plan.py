@@ -319,7 +319,11 @@ def _role(role: str, model: ModelBackend, topology: Topology, device: Device, ac
     if trained.count:
         room = None if accelerator.memory is None else _room(topology, role, accelerator.memory)
         _, recomputed = rank.training(accelerator.memory, room)
-    return replace(found, basis=f"{whole.count / 10**9:.3g}B parameters by {source}", rank=rank, recomputed=recomputed)
+    return replace(found, basis=f"{_count(whole.count)} parameters by {source}", rank=rank, recomputed=recomputed)
+
+
+def _count(parameters: float) -> str:
+    return f"{parameters / 1e9:.3g}B" if parameters >= 1e8 else f"{parameters / 1e6:.3g}M"
 
 
 def _contexts(topology: Topology, active: str) -> float:

@@ -179,7 +179,7 @@ class Shape:
         h, q, k, v = self.hidden, self.queries, self.keys, self.values
         # Input and output of both norms; queries and keys after their rotation, values, and attention's result.
         between, within = 4.0 * h, 2.0 * q + k + v
-        results = q + k + v + q  # Of the projections, and of attention.
+        results = 2.0 * q + k + v  # Of the projections, and of attention.
         entered = float(h)
         results_between = float(h)  # Of attention's output projection.
         if self.is_latent:
