@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForImageTextToText
 from vision_cases import Rows, VisionOracle
 
@@ -148,6 +149,21 @@ def test_exports_and_weight_updates_are_files_of_transformers(ranks, models, sto
         assert sent.keys() == files.names
         for name, tensor in sent.items():
             assert torch.equal(tensor, opened.read(name, ())), name
+
+
+def test_experts_are_read_in_both_layouts_of_files(ranks, models, tmp_path):
+    folder = tmp_path / "qwen3_vl_moe"
+    shutil.copytree(models("qwen3_vl_moe"), folder)
+    stored = load_file(folder / "model.safetensors")
+    experts = {name: each.mT.contiguous() for name, each in stored.items() if ".experts." in name}
+    assert len(experts) == 4
+    save_file({**stored, **experts}, folder / "model.safetensors", metadata={"format": "pt"})
+    with PooledModel(ranks, FACTORY, config_of(folder), ModelSpec(), 2, tensor_parallel_size=2) as model:
+        weights = streamed(model)
+    loaded = AutoModelForImageTextToText.from_pretrained(folder).state_dict()
+    for name, weight in weights.items():
+        assert torch.equal(weight, loaded[name]), name
+        assert torch.equal(weight, stored[name]), name
 
 
 def test_frozen_parts_keep_their_weights_and_have_no_state(ranks, models, store):
