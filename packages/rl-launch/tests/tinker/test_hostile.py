@@ -40,7 +40,8 @@ def broken(change):
         (lambda d: d.model_input[0].encoded_text.__setattr__("tokens", np.full(8, 99, np.int32).tobytes()), "id 99"),
         (lambda d: d.model_input[0].encoded_text.__setattr__("tokens", bytes(4 * 100)), "100 tokens; 1 to 63"),
         (lambda d: d.loss_fn_inputs["target_tokens"].shape.__setitem__(0, 7), "8 values for the shape"),
-        (lambda d: d.loss_fn_inputs["target_tokens"].__setattr__("dtype", 1), "must be integers"),
+        (lambda d: d.loss_fn_inputs["target_tokens"].CopyFrom(
+            pb.Tensor(dtype=1, dense=np.ones(8, np.float32).tobytes())), "must be integers"),
         (lambda d: d.loss_fn_inputs["target_tokens"].__setattr__("dtype", 4), "must be float32 or int64"),
         (lambda d: d.loss_fn_inputs.pop("target_tokens"), "is missing"),
         (lambda d: d.loss_fn_inputs["weights"].CopyFrom(

@@ -133,7 +133,7 @@ def test_fields_of_samples_that_are_not_served_are_refused_by_name(serve, field,
 @pytest.mark.parametrize(
     ("lora", "problem"),
     [
-        ({"rank": 0}, "rank must be at least 1"),
+        ({"rank": 0, "train_unembed": False}, "rank must be at least 1"),
         ({"rank": 4, "train_attn": False, "train_mlp": False}, "train_attn or train_mlp"),
         ({"rank": 4}, "train_unembed is True"),
     ],

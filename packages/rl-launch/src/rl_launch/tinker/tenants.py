@@ -100,7 +100,8 @@ class Tenants:
             return cls({})
         file = Path(path).expanduser()
         try:
-            given = yaml.safe_load(file.read_text(encoding="utf-8"))
+            # All scalars as text: a digest of digits only is none of YAML's numbers.
+            given = yaml.load(file.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
             raise ConfigError(f"tinker.keys_file: {file} cannot be read as YAML or JSON: {error}") from None
         if not isinstance(given, dict) or not given:
