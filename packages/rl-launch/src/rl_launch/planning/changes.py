@@ -144,7 +144,7 @@ def engine_tensor_key(run: RunPlan) -> str | None:
 
 
 def _axes(section: str, config: type[Config]) -> dict[str, str]:
-    found = {}
+    found: dict[str, str] = {}
     for name in config.model_fields:
         if name.endswith("parallel_size"):
             # The tensor-parallel size of experts comes after the size of the experts themselves.

@@ -76,7 +76,8 @@ def pass_seconds(
     kept = shape.kept(layout, itemsize, has_experts=bool(shape.experts)).none
     moved = (MOVED if layout.is_fused else MOVED_UNFUSED) * kept * (1.0 if training else FORWARD_SHARE)
     compute += tokens / layout.context * moved * shape.layers * per_stage / (MEMORY * chip.memory_rate)
-    launches = (LAUNCHES if layout.is_fused else LAUNCHES_UNFUSED) + (LAUNCHES_EXPERTS if shape.experts else 0)
+    launches: float = LAUNCHES if layout.is_fused else LAUNCHES_UNFUSED
+    launches += LAUNCHES_EXPERTS if shape.experts else 0
     launches *= (1.0 + again / 3) if training else FORWARD_SHARE
     host = count * launches * shape.layers * per_stage * machines.launch_seconds
     exchanged = 0.0

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -165,7 +165,7 @@ class ScriptedPool:
         with self._script.measured():
             end, ticket, replica = heapq.heappop(self._script.ends)
             self._script.now = max(self._script.now, end)
-        (task,) = self._dispatch.end(replica, [ticket])
+        (task,) = self._dispatch.end(cast("Any", replica), [ticket])
         with self._script.measured():
             return ticket, self._group(task)
 
@@ -183,7 +183,9 @@ class ScriptedPool:
         with self._script.measured():
             for replica in self._replicas:
                 replica.stop(seconds)
-            self._script.ends = [(max(self._script.now, end) + seconds, *others) for end, *others in self._script.ends]
+            self._script.ends = [
+                (max(self._script.now, end) + seconds, ticket, replica) for end, ticket, replica in self._script.ends
+            ]
 
     def resize(self, num_replicas: int) -> None:
         """Have replicas die or join until there are so many; what the dead had is done again by others."""
@@ -218,7 +220,7 @@ class ScriptedPool:
             spans=tuple(((self._version, length),) for length in lengths),
             rewards=({"reward": 1.0},) * count,
             stop_reason=(stop_reason,) * count,
-            status=("ok",) * count,
+            status=cast("Any", ("ok",) * count),
             failure=("",) * count,
             info=({},) * count,
         )
@@ -304,7 +306,7 @@ def steps_of(
     """Simulate a run; yields the number of each step at its end, and what the source measured of it."""
     prompts = [Prompt(f"p{index}", (), np.zeros(1, np.int32), "scripted") for index in range(4 * chosen.prompts)]
     source = PacedRolloutSource(
-        pool,
+        cast("Any", pool),
         Stream([prompts]),
         sampling=SamplingParams(1),
         num_generations=chosen.group,

@@ -70,9 +70,9 @@ def lines(plan: Plan, *, price: float | None, change: Change | None) -> Iterator
             again = f"; {role.recomputed} recomputed" if role.recomputed is not None else ""
             yield f"{role.role}: {role.name}, {role.basis}, {role.ranks} ranks ({shared}){again}"
     if plan.engine is not None:
-        layout, replicas = plan.engine.layout, plan.topology.num_replicas
+        ranks, replicas = plan.engine.layout.num_ranks, plan.topology.num_replicas
         own = "its own devices" if plan.topology.own.get("generation") else "the devices of the models"
-        yield f"generation: {replicas} replicas of {layout.num_ranks} ranks on {own}"
+        yield f"generation: {replicas} replicas of {ranks} ranks on {own}"
     yield ""
     yield "Memory of the fullest rank, GB:"
     for usage in sorted(plan.usages, key=lambda usage: -usage.total):
