@@ -4,6 +4,7 @@ import json
 
 import pytest
 from runs import assert_same, steps_of
+from safetensors.numpy import load_file
 
 from rl_core.testing.exhaustive import exhaustive
 
@@ -59,3 +60,53 @@ checkpointing: {{metric_name: null}}
     assert texts[True]
     assert all(text.lstrip("-").isdigit() for text in texts[True])
     assert not all(text.lstrip("-").isdigit() for text in texts[False])
+
+
+HALF = {
+    "hf": ["policy.generation.backend=hf"],
+    "vllm": [],
+    "megatron, sent to hf": ["policy.megatron_cfg.enabled=true", "policy.generation.backend=hf"],
+    "megatron, sent to vllm": ["policy.megatron_cfg.enabled=true"],
+    "megatron": ["policy.megatron_cfg.enabled=true", "policy.generation.backend=megatron"],
+}
+
+
+@exhaustive
+@pytest.mark.parametrize("case", HALF)
+def test_rollouts_in_float16_are_nearer_to_training_than_in_bfloat16(driver, grpo, case, tmp_path):
+    found = {}
+    for precision in ("float16", "bfloat16"):
+        settings = [f"policy.precision={precision}", "grpo.max_num_steps=3", "checkpointing.save_period=3", *HALF[case]]
+        driver.train(tmp_path / precision, *grpo, *settings)
+        found[precision] = steps_of(tmp_path / precision)
+    far, near = (max(line["mismatch/max"] for line in found[precision]) for precision in ("bfloat16", "float16"))
+    # The megatron generator computes with the kernels of training, and differs by the order of sums.
+    assert near < max(far / 3, 1e-5)
+    for line in found["float16"]:
+        # Weights do not step if the gradient overflows, and all of the others do.
+        assert line["train/skipped_steps"] == line["train/overflows"]
+        assert line["train/overflows"] or line["train/grad_norm"] > 0
+    assert found["float16"][-1]["train/loss_scale"] >= 2.0**14
+    assert sum(line["train/overflows"] for line in found["float16"]) <= 2
+    (exported,) = (tmp_path / "float16/checkpoints").glob("step_3/hf/model.safetensors")
+    assert {str(tensor.dtype) for tensor in load_file(exported).values()} == {"float16"}
+
+
+ADAPTERS = {
+    "nf4": ["policy.lora_cfg.base_quantization=nf4"],
+    "nf4, sent as adapters": ["policy.lora_cfg.base_quantization=nf4", "policy.generation.lora_sync=adapter"],
+    "int8": ["policy.lora_cfg.base_quantization=int8"],
+    "dora": ["policy.lora_cfg.use_dora=true"],
+    "pissa": ["policy.lora_cfg.init=pissa"],
+    "pissa, sent as adapters": ["policy.lora_cfg.init=pissa", "policy.generation.lora_sync=adapter"],
+}
+
+
+@exhaustive
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_rollouts_come_from_the_weights_that_adapters_train(driver, grpo, kind, tmp_path):
+    driver.train(tmp_path / "run", *grpo, "policy.lora_cfg.enabled=true", "grpo.max_num_steps=3", *ADAPTERS[kind])
+    found = steps_of(tmp_path / "run")
+    assert [line["step"] for line in found] == [1, 2, 3]
+    assert max(line["mismatch/max"] for line in found) < 1e-3
+    assert min(line["train/grad_norm"] for line in found) > 0

@@ -121,6 +121,9 @@ FAMILIES["qwen3_5_moe_text"] = {
 }
 FAMILIES["glm4_moe_lite"] = {**FAMILIES["deepseek_v3"], "q_lora_rank": None}
 
+MOONLIGHT = {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "n_shared_experts": 2}
+"""Fields of Moonlight, which is a `deepseek_v3`."""
+
 EXPERT_FAMILIES = tuple(family for family, fields in FAMILIES.items() if "num_experts_per_tok" in fields)
 
 

@@ -271,3 +271,128 @@ def save_as_megatron(rank: Rank, folder: str, arguments: dict[str, Any]) -> None
     for chunk in reading.chunks:
         tensors |= chunk.sharded_state_dict(metadata={})
     dist_checkpointing.save({"model": tensors, "args": Namespace(**arguments), "iteration": 7}, folder)
+
+
+def train_plain_megatron(rank: Rank, settings: dict[str, Any], folder: str, fields: dict[str, Any]) -> np.ndarray:
+    """Train megatron-core's own `GPTModel` for two steps by its own schedule and optimizer, save it as
+    Megatron-LM does, and return its logits of 12 tokens, `[tokens, vocab]`, on ranks of the last stage."""
+    import multiprocessing
+    import queue
+    from argparse import Namespace
+
+    import torch
+    from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.moe import moe_utils
+
+    from rl_megatron import cpu_shim
+
+    cpu_shim.install()
+    vars(moe_utils).setdefault("te_general_gemm", None)  # Without Transformer Engine, 0.16.1 does not define it.
+    multiprocessing.current_process()._config["daemon"] = False
+    filesystem_async._results_queue = queue.Queue()
+    backend, meeting = MegatronConfig(**settings), rank.rendezvous
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"tcp://{meeting.address}:{meeting.port}", rank=meeting.rank, world_size=meeting.world_size
+    )
+    parallel_state.initialize_model_parallel(
+        backend.tensor_model_parallel_size,
+        backend.pipeline_model_parallel_size,
+        expert_model_parallel_size=backend.expert_model_parallel_size,
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(7)
+    config = TransformerConfig(
+        num_layers=4,
+        hidden_size=32,
+        ffn_hidden_size=48,
+        num_attention_heads=4,
+        num_query_groups=2,
+        kv_channels=8,
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        layernorm_epsilon=1e-6,
+        pipeline_dtype=torch.float32,
+        tensor_model_parallel_size=backend.tensor_model_parallel_size,
+        pipeline_model_parallel_size=backend.pipeline_model_parallel_size,
+        expert_model_parallel_size=backend.expert_model_parallel_size,
+        sequence_parallel=backend.sequence_parallel,
+        finalize_model_grads_func=finalize_model_grads,
+        **fields,
+    )
+    model = GPTModel(
+        config,
+        get_gpt_decoder_block_spec(config, use_transformer_engine=False),
+        vocab_size=101 + 27,
+        max_sequence_length=64,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=False,
+        position_embedding_type="rope",
+        rotary_base=10000,
+    )
+    # The distributed optimizer of megatron-core takes tensors of CUDA only.
+    reduction = DistributedDataParallelConfig(use_distributed_optimizer=False, grad_reduce_in_fp32=True)
+    wrapped = DistributedDataParallel(config, reduction, model)
+    optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=1e-2, clip_grad=0.0), [wrapped])
+    tokens = torch.arange(12)[None] * 7 % 101
+    positions, mask = torch.arange(12)[None], torch.ones(1, 1, 12, 12).triu(1).bool()
+
+    def forward(_: Any, chunk: Any) -> Any:
+        labels = tokens.roll(-1, 1)
+        return chunk(tokens, positions, mask, labels=labels), lambda losses: (losses.mean(), {})
+
+    for _ in range(2):
+        wrapped.zero_grad_buffer()
+        optimizer.zero_grad()
+        get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=None,
+            model=wrapped,
+            num_microbatches=2,
+            seq_length=12,
+            micro_batch_size=1,
+            forward_only=False,
+        )
+        optimizer.step()
+    weights = model.sharded_state_dict()
+    arguments = {"num_attention_heads": 4, "norm_epsilon": 1e-6, "rotary_base": 10000, "kv_channels": 8}
+    content = {
+        "model": weights,
+        "args": Namespace(**arguments),
+        "checkpoint_version": 3.0,
+        "iteration": 2,
+        "optimizer": optimizer.sharded_state_dict(weights),
+        "opt_param_scheduler": {"max_lr": 1e-2, "num_steps": 2},
+    }
+    dist_checkpointing.save(content, folder)
+    with torch.no_grad():
+        found = get_forward_backward_func()(
+            forward_step_func=lambda _, chunk: (
+                chunk(tokens, positions, mask),
+                lambda logits, non_loss_data=False: logits,
+            ),
+            data_iterator=None,
+            model=model,
+            num_microbatches=1,
+            seq_length=12,
+            micro_batch_size=1,
+            forward_only=True,
+            collect_non_loss_data=True,
+        )
+    logits = np.zeros((0, 0))
+    if parallel_state.is_pipeline_last_stage():
+        whole = tensor_parallel.gather_from_tensor_model_parallel_region(found[0].contiguous())
+        logits = whole[0, :, :101].detach().numpy().copy()
+    parallel_state.destroy_model_parallel()
+    torch.distributed.destroy_process_group()
+    return logits

@@ -1,14 +1,18 @@
 """A run goes on from its checkpoint on every layout as if it had not stopped."""
 
+import numpy as np
 import pytest
-from layouts import EXPERT_LAYOUTS, LAYOUTS, SHARED_KEYS_LAYOUTS, write_family
+import torch
+from layouts import EXPERT_LAYOUTS, LAYOUTS, MOONLIGHT, SHARED_KEYS_LAYOUTS, write_family
 from restoring import add_history, history, load_counted
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from rl_core.model import LOGPROBS, ModelSpec
 from rl_core.model_config import ModelConfig, OptimizerConfig
 from rl_core.selfcheck.losses import TokenLoss
 from rl_core.selfcheck.pooled_model import PooledModel
-from rl_core.testing.exhaustive import exhaustive
+from rl_core.testing.exhaustive import exhaustive, partly_exhaustive
 from rl_core.testing.model_worker import make_batch
 
 ALL = LAYOUTS | EXPERT_LAYOUTS | SHARED_KEYS_LAYOUTS
@@ -54,6 +58,48 @@ def test_steps_after_resuming_equal_those_of_an_uninterrupted_run(ranks, tmp_pat
                 assert found == pytest.approx(metrics, rel=1e-5, abs=1e-5), layout
             found = model.infer(batches[0], [LOGPROBS]).ragged("logprobs").values
             assert found == pytest.approx(logprobs, abs=1e-5), layout
+
+
+KEPT_GOING = [
+    ("glm4_moe", "ep2", {}),
+    ("gpt_oss", "ep2", {}),
+    ("gemma3_text", "tp2+sp", {}),
+    ("qwen3_5_text", "pp2", {}),
+    ("qwen3_5_moe_text", "ep2", {}),
+    ("glm4_moe_lite", "pp2", {}),
+    ("deepseek_v3", "ep2", MOONLIGHT),
+]
+
+
+@pytest.mark.parametrize(("family", "layout", "fields"), partly_exhaustive(KEPT_GOING, always=KEPT_GOING[:1]))
+def test_a_resumed_run_is_bit_equal_and_transformers_generates_from_its_export(ranks, tmp_path, family, layout, fields):
+    folder = write_family(tmp_path / "model", family, **{"pad_token_id": None, **fields})
+    batches = [make_batch(seed=seed) for seed in range(4)]
+    runs = {}
+    for name in ("whole", "resumed"):
+        with open_model(ranks, folder, layout) as model:
+            if name == "resumed":
+                model.load(str(tmp_path / "checkpoint"))
+            else:
+                model.train_steps(batches[:2], TokenLoss())
+                model.save(str(tmp_path / "checkpoint"))
+            runs[name] = model.train_steps(batches[2:], TokenLoss())
+            model.export(str(tmp_path / name))
+            logprobs = model.infer(batches[0], [LOGPROBS]).ragged("logprobs")
+    assert runs["resumed"] == runs["whole"]
+    weights = [load_file(tmp_path / name / "model.safetensors") for name in runs]
+    assert weights[0].keys() == weights[1].keys()
+    assert all(weights[1][name].equal(tensor) for name, tensor in weights[0].items())
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "resumed", dtype=torch.float32)
+    for row, own in zip(batches[0].ragged("tokens"), logprobs, strict=True):
+        if len(row) == 1:
+            continue
+        tokens = torch.as_tensor(np.array(row), dtype=torch.long)[None]
+        made = exported.generate(
+            tokens[:, :-1], max_new_tokens=1, do_sample=False, output_logits=True, return_dict_in_generate=True
+        )
+        found = made.logits[0].log_softmax(-1)[0, tokens[0, -1]].item()
+        assert found == pytest.approx(float(own[-1]), abs=1e-4)
 
 
 def test_master_weights_of_half_precision_resume_bit_for_bit(ranks, tmp_path):

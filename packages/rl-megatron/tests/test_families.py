@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from layouts import EXPERT_FAMILIES, EXPERT_LAYOUTS, FAMILIES, LAYOUTS, fits, write_family
+from layouts import EXPERT_FAMILIES, EXPERT_LAYOUTS, FAMILIES, LAYOUTS, MOONLIGHT, fits, write_family
 from safetensors.torch import load_file, save_file
 
 from rl_core.errors import WorkerError
@@ -126,9 +126,6 @@ def test_scaled_rotary_embeddings_are_those_of_transformers(ranks, tmp_path, fam
 
 
 PLAIN_GLM = {"use_qk_norm": False, "attention_bias": False, "n_group": 1, "rope_parameters": {"rope_theta": 1e4}}
-
-
-MOONLIGHT = {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "n_shared_experts": 2}
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import pickle
 from argparse import Namespace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from layouts import EXPERT_LAYOUTS, LAYOUTS, write_family
@@ -60,6 +61,30 @@ def test_weights_of_a_checkpoint_are_those_of_the_model_that_was_saved(ranks, tm
     for name, tensor in written.items():
         assert torch.equal(tensor, original[name]), name
     AutoModelForCausalLM.from_pretrained(target)
+
+
+MOE = {"num_moe_experts": 4, "moe_ffn_hidden_size": 24, "moe_router_topk": 2, "moe_router_load_balancing_type": "none"}
+TRAINED = [("llama", "tp2", {}), ("llama", "pp2", {}), ("qwen3_moe", "ep2", {**MOE, "qk_layernorm": True})]
+
+
+@pytest.mark.parametrize(("family", "layout", "fields"), partly_exhaustive(TRAINED, always=TRAINED[:1]))
+def test_transformers_computes_what_a_run_of_megatron_itself_computed(ranks, tmp_path, family, layout, fields):
+    model = write_family(tmp_path / "model", family, rms_norm_eps=1e-6)
+    num_ranks, settings = ALL[layout]
+    iteration = tmp_path / "saved/iter_0000002"
+    iteration.mkdir(parents=True)
+    (tmp_path / "saved/latest_checkpointed_iteration.txt").write_text("2")
+    arguments = (settings, str(iteration), fields)
+    logits = ranks.run("megatron_factories:train_plain_megatron", [arguments] * num_ranks)[-1]
+    target = tmp_path / "written"
+    target.mkdir()
+    convert(tmp_path / "saved", target, str(model))
+    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    found = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float64, **eager)
+    with torch.no_grad():
+        expected = found(torch.arange(12)[None] * 7 % 101).logits[0].numpy()
+    assert np.abs(expected).max() > 0.1
+    np.testing.assert_allclose(logits, expected, atol=1e-5)
 
 
 def test_files_are_split_by_size(checkpoint, tmp_path, monkeypatch):
