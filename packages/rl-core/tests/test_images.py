@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from rl_core import images
-from rl_core.images import ImageError, ImageRef, ImageStore, digest_of, image_refs
+from rl_core.images import ImageError, ImageRef, ImageStore, digest_of, evenly, frames_of, image_refs
 
 
 def encoded(image: Image.Image, form: str = "PNG", **options: object) -> bytes:
@@ -172,3 +172,34 @@ def test_the_images_of_messages_come_in_order() -> None:
 def test_pillow_is_imported_only_when_an_image_is_read() -> None:
     code = "import sys, rl_core.images; assert 'PIL' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(("count", "most", "expected"), [(3, 8, [0, 1, 2]), (8, 8, list(range(8))), (10, 3, [1, 5, 8])])
+def test_frames_are_chosen_evenly(count: int, most: int, expected: list[int]) -> None:
+    assert evenly(count, most) == expected
+
+
+@pytest.mark.parametrize("count", range(1, 40))
+def test_chosen_frames_are_different_and_in_order(count: int) -> None:
+    for most in range(1, 40):
+        chosen = evenly(count, most)
+        assert chosen == sorted(set(chosen))
+        assert len(chosen) == min(count, most)
+        assert 0 <= chosen[0] <= chosen[-1] < count
+
+
+def test_frames_of_an_animation_have_its_pixels_and_its_transparency(store: ImageStore) -> None:
+    first, *others = [Image.new("RGBA", (4, 4), (index, 0, 0, 255 * (index > 0))) for index in range(3)]
+    data = encoded(first, "PNG", save_all=True, append_images=others)
+    kept = [store.open(store.put(frame).digest).getpixel((0, 0)) for frame in frames_of(data, 8)]
+    assert kept == [(255, 255, 255), (1, 0, 0), (2, 0, 0)]
+    assert len(frames_of(encoded(coloured()), 8)) == 1
+
+
+def test_frames_of_many_pixels_and_truncated_files_are_refused() -> None:
+    with pytest.raises(ImageError, match="at most"):
+        frames_of(png_of_size(2**15, 2**15), 8)
+    with pytest.raises(ImageError, match="truncated or damaged"):
+        frames_of(encoded(coloured())[:-30], 8)
+    with pytest.raises(ImageError, match="need a decoder"):
+        frames_of(b"RIFF" + bytes(100), 8)
