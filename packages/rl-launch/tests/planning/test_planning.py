@@ -17,6 +17,7 @@ from rl_launch.planning.learned import learn, learned
 from rl_launch.planning.plan import plan_run
 from rl_launch.planning.shapes import Shape, published_fields
 from rl_launch.planning.simulation import Engines, Faults, Setting, SimulatedSteps, best_save_seconds, goodput, simulate
+from rl_launch.planning.what_if import RunFacts, cases
 from rl_launch.planning.workload import Lengths
 from rl_launch.recipes import recipe_names
 from rl_launch.run_config.reading import read_plan
@@ -181,6 +182,26 @@ def test_a_run_without_common_phases_teaches_nothing(tmp_path, monkeypatch):
     run = run_with(tmp_path, {"step": 1, "time/judging": 1.0})
     with pytest.raises(ConfigError, match="nothing to learn"):
         learn(run, planned("sft-squad"))
+
+
+def test_a_run_as_it_was_takes_its_own_time_in_the_simulation(tmp_path):
+    rows = [
+        {"step": step, "time/generation": 12.0, "time/weight_sync": 1.0, "time/training": 7.0, "time/step": 20.0}
+        for step in range(1, 6)
+    ]
+    run = run_with(tmp_path, *rows)
+    (run.path / "rollouts").mkdir()
+    lengths = [10, 20, 20, 40, 80, 400]
+    for step in range(1, 4):
+        lines = (json.dumps({"num_sampled": length}) + "\n" for length in lengths)
+        (run.path / "rollouts" / f"step_{step}.jsonl").write_text("".join(lines))
+    facts = RunFacts.of_run(run, planned("grpo-math-1b"))
+    assert facts.lengths == tuple(lengths * 3)
+    assert (facts.train_seconds, facts.update_seconds, facts.is_shared) == (7.0, 1.0, True)
+    found = {case.name: case.found.step_seconds for case in cases(facts)}
+    assert found["synchronous"] == pytest.approx(20.0, rel=0.1)
+    assert found["completions twice as long, synchronous"] == pytest.approx(40.0, rel=0.15)
+    assert found["half of all devices, synchronous"] > 20.0
 
 
 def test_simulated_steps_of_equal_lengths_take_what_a_clock_says():

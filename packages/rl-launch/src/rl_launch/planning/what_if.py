@@ -57,7 +57,7 @@ class RunFacts:
         rows = run.metrics()
         lengths: list[int] = []
         for step in run.rollout_steps():
-            lengths += [int(row["num_tokens"]) for row in run.rollouts(step) if row.get("num_tokens")]
+            lengths += [int(row["num_sampled"]) for row in run.rollouts(step) if row.get("num_sampled")]
         if not lengths:
             raise ConfigError(f"{run.path} has no rollouts to simulate from")
         seconds = measured_seconds(rows)
