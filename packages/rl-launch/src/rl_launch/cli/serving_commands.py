@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from rl_launch.cli.failure import reported
-from rl_launch.cli.options import Verbose, keys, named
+from rl_launch.cli.failure import UNFINISHED, reported
+from rl_launch.cli.options import Verbose, keys, named, option
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -24,6 +24,9 @@ def tinker(
     overrides: Annotated[
         list[str] | None, keys("Config keys to set, such as tinker.port=8300 or policy.lora_cfg.dim=32.")
     ] = None,
+    resumable: Annotated[
+        bool, option("--resumable", "End with exit code 75 instead of 0, by which jobs of a queue are continued.")
+    ] = False,
     verbose: Verbose = False,
 ) -> None:
     """Serve training steps to programs of the tinker client, until Ctrl-C or SIGTERM.
@@ -42,3 +45,5 @@ def tinker(
             sys.stdout.flush()
 
         serve_tinker(recipe, overrides or (), say, failed_in=lambda folder: setattr(failure, "run_dir", folder))
+        if resumable:
+            raise typer.Exit(UNFINISHED)

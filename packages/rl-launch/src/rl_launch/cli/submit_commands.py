@@ -24,31 +24,45 @@ Profile = Annotated[
     str, option("--profile", "Settings of the site: ~/.config/rl/NAME.yaml (default: submit).", "NAME|FILE.yaml")
 ]
 DryRun = Annotated[bool, option("--dry-run", "Check the config, print the job's file, and submit nothing.")]
+Serve = Annotated[
+    bool,
+    option("--serve", "Serve the recipe to programs of the tinker client (rl serve tinker) instead of training it."),
+]
 Output = Annotated[Path | None, option("--output -o", "Write the job's file to FILE, and submit nothing.", "FILE")]
 Run = Annotated[Path, argument("RUN", "Run directory of a submitted run.")]
 
 
 @app.command()
 def slurm(
-    recipe: Recipe, overrides: Overrides = None, profile: Profile = "", dry_run: DryRun = False, output: Output = None
+    recipe: Recipe,
+    overrides: Overrides = None,
+    serve: Serve = False,
+    profile: Profile = "",
+    dry_run: DryRun = False,
+    output: Output = None,
 ) -> None:
     """Submit a training run to Slurm, which continues it in further attempts until it is finished.
 
     The job starts Ray on its nodes and rl train on the first. The run saves and ends before the time limit, and if the
     job is preempted, and resumes when the job runs again. Set run_dir to a folder that all nodes see.
     """
-    _submit("slurm", recipe, overrides or (), profile, dry_run, output)
+    _submit("slurm", recipe, overrides or (), profile, dry_run, output, serves=serve)
 
 
 @app.command()
 def kubernetes(
-    recipe: Recipe, overrides: Overrides = None, profile: Profile = "", dry_run: DryRun = False, output: Output = None
+    recipe: Recipe,
+    overrides: Overrides = None,
+    serve: Serve = False,
+    profile: Profile = "",
+    dry_run: DryRun = False,
+    output: Output = None,
 ) -> None:
     """Submit a training run to Kubernetes as a RayJob of KubeRay, which continues it in a new cluster if one is lost.
 
     The run directory is on a volume of the cluster. The run_dir of this machine records the job, and receives its logs.
     """
-    _submit("kubernetes", recipe, overrides or (), profile, dry_run, output)
+    _submit("kubernetes", recipe, overrides or (), profile, dry_run, output, serves=serve)
 
 
 @app.command()
@@ -136,12 +150,19 @@ def profile(
 
 
 def _submit(
-    target: str, recipe: str, overrides: list[str] | tuple[str, ...], profile: str, dry_run: bool, output: Path | None
+    target: str,
+    recipe: str,
+    overrides: list[str] | tuple[str, ...],
+    profile: str,
+    dry_run: bool,
+    output: Path | None,
+    *,
+    serves: bool,
 ) -> None:
     with reported():
         from rl_launch.commands.submit import plan_job, submit
 
-        job = plan_job(target, recipe, overrides, profile=profile)
+        job = plan_job(target, recipe, overrides, profile=profile, serves=serves)
         for warning in job.warnings:
             sys.stderr.write(f"warning: {warning}\n")
         if output is not None:

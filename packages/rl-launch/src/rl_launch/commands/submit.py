@@ -24,6 +24,8 @@ from rl_launch.run_session.directory.run_folder import RunFolder, is_run
 from rl_launch.run_session.directory.writable import make_folder
 from rl_launch.submit.profile import TARGETS, belongs_to_profile, refused, settings_of
 from rl_launch.submit.target import (
+    SERVE,
+    TRAIN,
     JobRequest,
     JobStatus,
     QueueTarget,
@@ -55,14 +57,17 @@ class PlannedJob(NamedTuple):
     warnings: tuple[str, ...]
 
 
-def plan_job(target: str, recipe: str, overrides: Sequence[str], *, profile: str = "") -> PlannedJob:
-    """Check a run as `rl train` does before it starts anything, and render its job.
+def plan_job(
+    target: str, recipe: str, overrides: Sequence[str], *, profile: str = "", serves: bool = False
+) -> PlannedJob:
+    """Check a run as `rl train`, or `rl serve tinker`, does before it starts anything, and render its job.
 
     Args:
         target: Name of the target.
         recipe: A recipe's name, a YAML file, or a run directory.
         overrides: Keys of the run, and keys of the profile that begin with the name of a target.
         profile: Name or path of the profile; empty for the default one.
+        serves: True for a job that serves the recipe instead of training it.
 
     Raises:
         ConfigError: If the run or the profile has problems.
@@ -74,15 +79,7 @@ def plan_job(target: str, recipe: str, overrides: Sequence[str], *, profile: str
             raise ConfigError(f"{each}: rl submit {target} takes keys of {target} only. Remove it")
     settings = settings_of(target, profile, of_profile)
     own = [each for each in overrides if not belongs_to_profile(each)]
-    given = run_of(recipe, own)
-    plan, run_dir = given.plan, given.run_dir.absolute()
-    if not plan.plugin.trains:
-        raise ConfigError(f"algorithm: {plan.plugin.name} does not train. Only training runs can be submitted")
-    check_run_dir(run_dir, plan, fresh=False)
-    if finished_metrics(run_dir, plan) is not None:
-        raise RunDirectoryError(
-            f"{run_dir} holds a finished run. Increase its number of steps, or choose another run_dir."
-        )
+    plan, run_dir = _served(recipe, own) if serves else _trained(recipe, own)
     cluster = plan.config.cluster
     # the machine that submits the job need not have its device
     device = CUDA if cluster.device == AUTO else device_named(cluster.device)
@@ -93,7 +90,9 @@ def plan_job(target: str, recipe: str, overrides: Sequence[str], *, profile: str
     request = JobRequest(
         name=run_dir.name,
         run_dir=run_dir,
-        train=("rl", "train", source, *(each for each in own if not each.startswith("run_dir="))),
+        command=SERVE if serves else TRAIN,
+        recipe=source,
+        overrides=tuple(each for each in own if not each.startswith("run_dir=")),
         is_written=lambda key: key in given_keys or (not resumes and plan.resolved.raw.is_written(key)),
         num_nodes=cluster.num_nodes,
         gpus_per_node=cluster.gpus_per_node if device.has_gpus else 0,
@@ -108,6 +107,30 @@ def plan_job(target: str, recipe: str, overrides: Sequence[str], *, profile: str
         return PlannedJob(TARGETS[target], plan, request, TARGETS[target].render(request), warnings)
     except ConfigProblems as error:
         raise refused(error.problems, target, profile, of_profile) from None
+
+
+def _trained(recipe: str, overrides: Sequence[str]) -> tuple[RunPlan, Path]:
+    """Return the plan of a run that trains, and its folder."""
+    given = run_of(recipe, overrides)
+    plan, run_dir = given.plan, given.run_dir.absolute()
+    if not plan.plugin.trains:
+        raise ConfigError(f"algorithm: {plan.plugin.name} does not train. Only training runs can be submitted")
+    check_run_dir(run_dir, plan, fresh=False)
+    if finished_metrics(run_dir, plan) is not None:
+        raise RunDirectoryError(
+            f"{run_dir} holds a finished run. Increase its number of steps, or choose another run_dir."
+        )
+    return plan, run_dir
+
+
+def _served(recipe: str, overrides: Sequence[str]) -> tuple[RunPlan, Path]:
+    """Return the plan of a run that serves programs, and its folder."""
+    # imports Ray, which jobs that train do not need
+    from rl_launch.tinker.run_host import served_plan
+    from rl_launch.tinker.serving import folder_of
+
+    plan = served_plan(recipe, overrides)
+    return plan, folder_of(plan, recipe).absolute()
 
 
 def submit(job: PlannedJob) -> Submission:

@@ -67,6 +67,11 @@ def submission_of(run_dir: Path) -> Submission:
 S = TypeVar("S", bound=Config)
 
 
+TRAIN = ("rl", "train")
+SERVE = ("rl", "serve", "tinker", "--resumable")
+"""Commands that a job runs, before the recipe."""
+
+
 @dataclass(frozen=True)
 class JobRequest(Generic[S]):
     """A run that is to be a job, and the settings of the queue.
@@ -74,7 +79,8 @@ class JobRequest(Generic[S]):
     Args:
         name: Name of the run, for people.
         run_dir: Absolute path of the run directory, which every node sees.
-        train: Words of the command that starts or resumes the run, beginning with `rl`.
+        recipe: Recipe of the run: its name, or the absolute path of a file or a run directory.
+        overrides: Config keys that the user set, without `run_dir`.
         is_written: Returns whether the user set a key of the run's config; the others may be set by the target.
         num_nodes: Number of nodes.
         gpus_per_node: GPUs to use on each node; 0 on the CPU.
@@ -82,11 +88,13 @@ class JobRequest(Generic[S]):
         settings: Settings of the target.
         config: Config of the run.
         tree: The config as nested plain values, which read back to the same run.
+        command: Words of the command that starts or resumes the run, before the recipe.
     """
 
     name: str
     run_dir: Path
-    train: tuple[str, ...]
+    recipe: str
+    overrides: tuple[str, ...]
     is_written: Callable[[str], bool]
     num_nodes: int
     gpus_per_node: int
@@ -94,6 +102,12 @@ class JobRequest(Generic[S]):
     settings: S
     config: RunConfig
     tree: Mapping[str, Any]
+    command: tuple[str, ...] = TRAIN
+
+    @property
+    def trains(self) -> bool:
+        """True if the run trains by itself; False if it serves programs that train."""
+        return self.command == TRAIN
 
     @property
     def jobs(self) -> Path:

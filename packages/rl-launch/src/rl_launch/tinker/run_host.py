@@ -16,6 +16,7 @@ import numpy as np
 from ray.exceptions import RayError
 
 from rl_algos.rollouts.worker.programs import DEFAULT_PROGRAM, PROGRAMS
+from rl_core.algorithm import Algorithm
 from rl_core.data.batch import Batch
 from rl_core.data.ragged import Ragged
 from rl_core.errors import ConfigError, FailureOrigin, GeneratorError, RequestRefused, RLError
@@ -41,10 +42,15 @@ from rl_launch.tinker.host import AdapterWork
 
 _log = logging.getLogger(__name__)
 
+
+class Served(Algorithm[Any, None, None]):
+    """An algorithm that reads no data: programs bring it."""
+
+
 SERVED = AlgorithmPlugin(
     name="tinker",
     sections={},
-    implementation="",
+    implementation=f"{__name__}:{Served.__name__}",
     generates=True,
     models=lambda config: {POLICY: ModelNeed(POLICY, ModelSpec())},
     requirements=(LOSSES,),
@@ -79,7 +85,8 @@ def served_plan(recipe: str, overrides: Sequence[str] = ()) -> RunPlan:
     Raises:
         ConfigError: If the recipe has problems, does not generate, or has an optimizer that clients cannot set.
     """
-    given = read_plan(recipe, overrides)
+    # Keys of adapters are refused where there are none, and a server always has some.
+    given = read_plan(recipe, ["policy.lora_cfg.enabled=true", *overrides])
     if given.raw is None or not given.plugin.generates:
         raise ConfigError(
             f"algorithm: {given.plugin.name} does not generate, so its recipes have no engine to sample with. Serve a "

@@ -44,7 +44,7 @@ def serve_tinker(
     plan = served_plan(recipe, overrides)
     config: TinkerConfig = vars(plan.config).get("tinker") or TinkerConfig()
     check_exposure(config)
-    folder = Path(plan.config.run_dir or f"runs/{recipe_name(recipe)}-tinker").expanduser()
+    folder = folder_of(plan, recipe)
     folder.mkdir(parents=True, exist_ok=True)
     failed_in(folder)
     lock = DirectoryLock(folder)
@@ -56,6 +56,16 @@ def serve_tinker(
         asyncio.run(_serve(server, config, TenantRecords(folder, plan.config.logger, plan.config), say))
     finally:
         lock.release()
+
+
+def folder_of(plan: RunPlan, recipe: str) -> Path:
+    """Return the run directory of a server.
+
+    Args:
+        plan: Its plan.
+        recipe: Name of its recipe, or a YAML file.
+    """
+    return Path(plan.config.run_dir or f"runs/{recipe_name(recipe)}-tinker").expanduser()
 
 
 async def _serve(

@@ -44,7 +44,8 @@ def request_of(settings=SITE, recipe="grpo-math-8b", overrides=(), run_dir="/sha
     return JobRequest(
         name=Path(run_dir).name,
         run_dir=Path(run_dir),
-        train=("rl", "train", str(recipe), "cluster.num_nodes=4", *overrides),
+        recipe=str(recipe),
+        overrides=("cluster.num_nodes=4", *overrides),
         is_written=lambda key: False,
         num_nodes=4,
         gpus_per_node=8,

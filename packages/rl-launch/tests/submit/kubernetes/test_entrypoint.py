@@ -72,9 +72,18 @@ def test_a_finished_run_is_a_job_that_succeeded(job):
 def test_a_run_that_failed_is_a_stopped_job_which_kuberay_does_not_try_again(job):
     code, output = job.train("echo no such key; exit 2")
     assert code == 1
-    assert "rl train has failed with exit code 2" in output
+    assert "the driver has failed with exit code 2" in output
     assert job.stopped == ["job stop --no-wait --address http://127.0.0.1:8265 rl-run"]
     assert (job.run / "jobs" / "rl-run.0" / "driver.log").read_text() == "no such key\n"
+
+
+def test_a_server_is_tried_again_as_long_as_its_programs_step(job):
+    (job.run / "tenants.jsonl").write_text("")
+    for _ in range(4):
+        assert job.train(f"echo 1 >> {job.run}/tenants.jsonl; exit 75")[0] == UNFINISHED
+    assert job.train("exit 75")[0] == UNFINISHED
+    assert job.train("exit 75")[0] == 1
+    assert len(job.stopped) == 1
 
 
 def test_an_unfinished_run_is_tried_again_as_long_as_it_leaves_checkpoints(job):

@@ -14,7 +14,7 @@ from rl_core.errors import ConfigError, ConfigProblems
 from rl_launch.run_config.reading import read_plan
 from rl_launch.submit.slurm.config import SlurmConfig
 from rl_launch.submit.slurm.script import LIMIT_KEY, job_name, outside_mounts, render
-from rl_launch.submit.target import JobRequest
+from rl_launch.submit.target import SERVE, JobRequest
 
 PROFILE = assemble("Profile", {"slurm": SlurmConfig})
 
@@ -27,7 +27,8 @@ def request(*settings, **changes):
     given = {
         "name": "8b",
         "run_dir": Path("/shared/runs/8b"),
-        "train": ("rl", "train", "grpo-math-8b", "grpo.max_num_steps=100"),
+        "recipe": "grpo-math-8b",
+        "overrides": ("grpo.max_num_steps=100",),
         "is_written": lambda key: False,
         "num_nodes": 2,
         "gpus_per_node": 8,
@@ -64,13 +65,15 @@ CASES = {
     ),
     "apptainer": request("container.runtime=apptainer", "container.image=/i/r l.sif", "container.options=[--cleanenv]"),
     "own limit": request(is_written=lambda key: key == LIMIT_KEY),
+    "served": request("preflight=true", command=SERVE, overrides=("tinker.port=8300", "policy.lora_cfg.dim=64")),
     "preflight": request("preflight=true", run_dir=Path("/s/a run")),
     "spaces": request(
         "setup=module load cuda",
         "env_vars.A=it's",
         "env_vars.B=a ${oc.env:HOME,b}",
         run_dir=Path("/s/a run"),
-        train=("rl", "train", "/s/a b.yaml", "x=[1, 2]"),
+        recipe="/s/a b.yaml",
+        overrides=("x=[1, 2]",),
     ),
 }
 
@@ -141,7 +144,7 @@ def test_the_signal_comes_before_the_limit():
 
 
 def test_keys_that_the_user_set_are_left_alone():
-    script = render(request(is_written=lambda key: True, train=("rl", "train", "r", f"{LIMIT_KEY}=0:1:0:0")))
+    script = render(request(is_written=lambda key: True, recipe="r", overrides=(f"{LIMIT_KEY}=0:1:0:0",)))
     assert script.count(LIMIT_KEY) == 1
     assert "replacement_timeout_s" not in script
     assert "cluster.replacement_timeout_s=30" in render(request())
@@ -152,6 +155,16 @@ def test_the_nodes_are_examined_before_the_run_if_the_profile_says_so():
     doctor = "rl doctor --cluster grpo-math-8b grpo.max_num_steps=100 'run_dir=/s/a run'"
     assert script.index("export RAY_ADDRESS") < script.index(doctor) < script.index("rl train grpo-math-8b")
     assert "rl doctor" not in render(request())
+
+
+def test_a_job_serves_and_is_continued():
+    script = render(CASES["served"])
+    assert "rl serve tinker --resumable grpo-math-8b" in script
+    assert "tinker.port=8300 " in script
+    assert LIMIT_KEY not in script
+    assert "replacement_timeout_s" not in script
+    # the doctor knows no keys of the server
+    assert "rl doctor --cluster grpo-math-8b policy.lora_cfg.dim=64 run_dir=" in script
 
 
 def test_further_options_of_sbatch_are_passed_on():

@@ -59,7 +59,8 @@ def manifests(request: JobRequest[KubernetesConfig]) -> list[dict[str, Any]]:
         metadata["namespace"] = settings.namespace
     cluster = _cluster(request, labels)
     # the config of a recipe that is a file has the overrides
-    train = ["rl", "train", f"{FILES}/{FILE_NAME}"] if _is_file(request) else list(request.train)
+    of_file = [f"{FILES}/{FILE_NAME}"]
+    train = [*request.command, *(of_file if _is_file(request) else [request.recipe, *request.overrides])]
     train.append(f"run_dir={run_folder(request)}")
     if settings.interactive:
         return [{"apiVersion": "ray.io/v1", "kind": "RayCluster", "metadata": metadata, "spec": cluster}]
@@ -281,7 +282,7 @@ def _files(request: JobRequest[KubernetesConfig]) -> dict[str, str]:
 
 
 def _is_file(request: JobRequest[KubernetesConfig]) -> bool:
-    return Path(request.train[2]).is_file()
+    return Path(request.recipe).is_file()
 
 
 class _Dumper(yaml.SafeDumper):

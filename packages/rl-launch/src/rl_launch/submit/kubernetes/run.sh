@@ -3,7 +3,7 @@
 # KubeRay starts a new cluster, and this script again, after an exit code other than 0.
 set -uo pipefail
 
-# exit code of rl train: the run is not finished, and the same command resumes it
+# exit code of the driver: the run is not finished, and the same command resumes it
 readonly unfinished=75
 
 jobs=$RL_RUN_DIR/jobs
@@ -13,12 +13,16 @@ stop=$jobs/$RAY_CLUSTER_NAME.stop
 
 say() { echo "$(date '+%F %T') $*" | tee -a "$logs/job.log"; }
 pause() { sleep 1 & wait $!; } # a signal ends it at once
-newest_checkpoint() { find "$RL_RUN_DIR/checkpoints" -maxdepth 1 -name 'step_*' -printf '%f\n' 2> /dev/null | sort -V | tail -n 1; }
+# The newest checkpoint of a run that trains; the number of lines about steps of one that serves.
+progress() {
+    find "$RL_RUN_DIR/checkpoints" -maxdepth 1 -name 'step_*' -printf '%f\n' 2> /dev/null | sort -V | tail -n 1
+    grep -c . "$RL_RUN_DIR/tenants.jsonl" 2> /dev/null
+}
 
 # Count the attempts in a row that have left no new checkpoint.
 makes_progress() {
     local counter=$jobs/attempts_without_checkpoint count=0
-    [[ $(newest_checkpoint) != "$newest" ]] || count=$(($(cat "$counter" 2> /dev/null || echo 0) + 1))
+    [[ $(progress) != "$newest" ]] || count=$(($(cat "$counter" 2> /dev/null || echo 0) + 1))
     echo "$count" > "$counter"
     ((count < RL_MAX_ATTEMPTS_WITHOUT_CHECKPOINT))
 }
@@ -38,7 +42,7 @@ until mkdir "$jobs/$RL_JOB.$attempt" 2> /dev/null; do
     ((++attempt))
 done
 logs=$jobs/$RL_JOB.$attempt
-newest=$(newest_checkpoint)
+newest=$(progress)
 rm -f "$stop"
 say "attempt $attempt on the cluster $RAY_CLUSTER_NAME, with the driver's log in $logs/driver.log"
 
@@ -65,7 +69,7 @@ if ((status == 0)); then
     exit 0
 fi
 if ((status != unfinished)) && ! [[ $is_told && $status -gt 128 ]]; then
-    give_up "rl train has failed with exit code $status"
+    give_up "the driver has failed with exit code $status"
 fi
 makes_progress || give_up "$RL_MAX_ATTEMPTS_WITHOUT_CHECKPOINT attempts in a row have left no new checkpoint"
 say "the run has ended before its last step; the next attempt resumes it"

@@ -16,7 +16,7 @@ logs=$jobs/$attempt
 scratch=$local_folder/rl-$job
 first=$SLURMD_NODENAME
 
-# exit code of rl train: the run is not finished, and the same command resumes it
+# exit code of the driver: the run is not finished, and the same command resumes it
 readonly unfinished=75
 
 # What a signal asks for: to continue in another attempt, or to cancel the run.
@@ -36,7 +36,11 @@ num_started() { has_started "$logs"/ray-*.log | wc -l; }
 is_open() { (exec 3<> "/dev/tcp/$1/$2") 2> /dev/null; }
 job_field() { scontrol show job "$SLURM_JOB_ID" | sed -n "s/.*\b$1=\([^ ]*\).*/\1/p"; }
 is_preempted() { [[ $(job_field PreemptTime) == [0-9]* ]]; }
-newest_checkpoint() { find "$run/checkpoints" -maxdepth 1 -name 'step_*' -printf '%f\n' 2> /dev/null | sort -V | tail -n 1; }
+# The newest checkpoint of a run that trains; the number of lines about steps of one that serves.
+progress() {
+    find "$run/checkpoints" -maxdepth 1 -name 'step_*' -printf '%f\n' 2> /dev/null | sort -V | tail -n 1
+    grep -c . "$run/tenants.jsonl" 2> /dev/null
+}
 
 # End the processes that this job has started on this node, and remove its folder. Other jobs are left alone.
 clean() {
@@ -104,7 +108,7 @@ on_each_node() {
 # Count the attempts in a row that have left no new checkpoint.
 makes_progress() {
     local counter=$jobs/attempts_without_checkpoint count=0
-    [[ $(newest_checkpoint) != "$newest" ]] || count=$(($(cat "$counter" 2> /dev/null || echo 0) + 1))
+    [[ $(progress) != "$newest" ]] || count=$(($(cat "$counter" 2> /dev/null || echo 0) + 1))
     echo "$count" > "$counter"
     ((count < max_attempts_without_checkpoint))
 }
@@ -152,7 +156,7 @@ trap 'tell cancel "cancelled; the run saves and ends"' USR2
 trap 'say "ended by Slurm"; clean; exit 143' TERM
 
 mkdir -p "$logs"
-newest=$(newest_checkpoint)
+newest=$(progress)
 say "attempt $attempt on $SLURM_JOB_NODELIST, with logs in $logs"
 on_each_node prepare || end 1 "a node cannot be prepared"
 export TMPDIR=$scratch
@@ -222,4 +226,4 @@ status=$?
 ((status != unfinished)) || end $unfinished "the run has ended before its last step"
 [[ $stop ]] && ((status > 128)) && end $unfinished "the run was ended while it started"
 is_preempted && end $unfinished "preempted; the next attempt resumes from the newest checkpoint"
-end "$status" "rl train has failed with exit code $status. See $logs/driver.log"
+end "$status" "the driver has failed with exit code $status. See $logs/driver.log"

@@ -60,6 +60,9 @@ LIMIT_KEY = "checkpointing.checkpoint_must_save_by"
 REPLACEMENT_KEY = "cluster.replacement_timeout_s"
 """Keys of the run's config that the script sets, unless the user does."""
 
+OF_SERVER = "tinker."
+"""Beginning of the keys that only a server reads."""
+
 REPLACEMENT_S = 30
 """Time for devices of a lost process to become free again. A job gets no node in place of a lost one."""
 
@@ -91,7 +94,7 @@ grep -e '^missing' -e '^warning' -e '^error' "$logs/doctor.log"
 def _in_container(request: JobRequest[SlurmConfig]) -> tuple[list[str], list[str]]:
     """Return how the commands of a job are run in its container, if it has one: options of srun, because of which each
     command needs its own step, and words before the command."""
-    container, recipe = request.settings.container, Path(request.train[2])
+    container, recipe = request.settings.container, Path(request.recipe)
     # bash reads the mounts between double quotes
     own = dict.fromkeys(map(str, [request.run_dir, *([recipe.parent] if recipe.is_absolute() else [])]))
     given = [mount if ":" in mount else f"{mount}:{mount}" for mount in container.mounts]
@@ -113,13 +116,14 @@ def _in_container(request: JobRequest[SlurmConfig]) -> tuple[list[str], list[str
 
 def render(request: JobRequest[SlurmConfig]) -> str:
     """Return the batch script of a run."""
-    own_limit = request.is_written(LIMIT_KEY)
+    own_limit = request.is_written(LIMIT_KEY) or not request.trains
     header = [
-        f"# Trains {request.run_dir}, in as many attempts as it takes.",
+        f"# {'Trains' if request.trains else 'Serves'} {request.run_dir}, in as many attempts as it takes.",
         "# Written by `rl submit slurm`; jobs/ in the run directory has the logs of each attempt.",
         *(f"#SBATCH {option}" for option in _sbatch_options(request)),
     ]
-    doctor = shlex.join(("rl", "doctor", "--cluster", *request.train[2:], f"run_dir={request.run_dir}"))
+    of_run = (each for each in request.overrides if not each.startswith(OF_SERVER))
+    doctor = shlex.join(("rl", "doctor", "--cluster", request.recipe, *of_run, f"run_dir={request.run_dir}"))
     preflight = _PREFLIGHT.replace("@DOCTOR@", doctor).rstrip() if request.settings.preflight else ""
     filled = {
         "HEADER": "\n".join(header),
@@ -246,9 +250,9 @@ def _commands(request: JobRequest[SlurmConfig]) -> str:
 
 
 def _train(request: JobRequest[SlurmConfig], *, own_limit: bool) -> str:
-    command, overrides = request.train[:3], list(request.train[3:])
+    command, overrides = (*request.command, request.recipe), list(request.overrides)
     overrides.append(f"run_dir={request.run_dir}")
-    if not request.is_written(REPLACEMENT_KEY):
+    if request.trains and not request.is_written(REPLACEMENT_KEY):
         overrides.append(f"{REPLACEMENT_KEY}={REPLACEMENT_S}")
     words = [shlex.join(command), *map(shlex.quote, overrides)]
     if not own_limit:
