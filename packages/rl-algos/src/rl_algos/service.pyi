@@ -1,4 +1,9 @@
 from rl_algos import hub as hub
+from rl_algos.connections import BodyTooLarge as BodyTooLarge
+from rl_algos.connections import Connections as Connections
+from rl_algos.connections import SparingLog as SparingLog
+from rl_algos.connections import receive as receive
+from rl_algos.connections import within_limit as within_limit
 from rl_algos.data.config import DataConfig as DataConfig
 from rl_algos.data.config import DatasetConfig as DatasetConfig
 from rl_algos.data.config import Purpose as Purpose
@@ -55,6 +60,19 @@ from rl_algos.judges.needs import with_judges as with_judges
 from rl_algos.judges.rubrics import Rubric as Rubric
 from rl_algos.judges.service import JudgeService as JudgeService
 from rl_algos.losses.surrogates import SURROGATES as SURROGATES
+from rl_algos.losses.targets import ADVANTAGES as ADVANTAGES
+from rl_algos.losses.targets import CLIP_HIGH as CLIP_HIGH
+from rl_algos.losses.targets import CLIP_LOW as CLIP_LOW
+from rl_algos.losses.targets import DRO_BETA as DRO_BETA
+from rl_algos.losses.targets import RATIO_MASK as RATIO_MASK
+from rl_algos.losses.targets import SAMPLING_LOGPROBS as SAMPLING_LOGPROBS
+from rl_algos.losses.targets import SUMMED_SURROGATES as SUMMED_SURROGATES
+from rl_algos.losses.targets import TARGETS as TARGETS
+from rl_algos.losses.targets import WEIGHTS as WEIGHTS
+from rl_algos.losses.targets import TargetNLLLoss as TargetNLLLoss
+from rl_algos.losses.targets import TargetObjective as TargetObjective
+from rl_algos.losses.targets import TargetPolicyLoss as TargetPolicyLoss
+from rl_algos.losses.targets import TargetSurrogateLoss as TargetSurrogateLoss
 from rl_algos.requirement import LOSSES as LOSSES
 from rl_algos.rollouts.config import RolloutConfig as RolloutConfig
 from rl_algos.rollouts.config import Sampler as Sampler
@@ -98,3 +116,4 @@ from rl_algos.tokenizer import encode_prompt as encode_prompt
 from rl_algos.tokenizer import load_tokenizer as load_tokenizer
 from rl_algos.tokenizer import require_chat_template as require_chat_template
 from rl_algos.tool_calls.formats import FORMATS as FORMATS
+from rl_algos.turn_ends import find_turn_ends as find_turn_ends

@@ -33,6 +33,9 @@ CLIP_LOW, CLIP_HIGH = "clip_low_threshold", "clip_high_threshold"
 RATIO_MASK = "sequence_ratio_mask"
 """Column that is not 0 at the tokens whose ratios make the ratio of a sequence, float32 `[tokens]`."""
 
+DRO_BETA = 0.05
+"""Weight of the squared log-ratio of `dro`, unless a program gives another."""
+
 LOSS_SUM = "loss:sum"
 """Metric: the loss."""
 
@@ -87,7 +90,7 @@ class TargetPolicyLoss(_TargetLoss):
     """
 
     objective: TargetObjective
-    beta: float = 0.05
+    beta: float = DRO_BETA
     implementation: str = "rl_algos.torch.targets:compute_policy"
 
     @property

@@ -298,11 +298,7 @@ class TinkerApi:
             all(word in (row["name"] or "").lower() for word in words) if words else given.session_id is None
         )
         status = _session_status(row)
-        is_wanted = given.statuses is None or any(
-            each.type == status["type"]
-            and (getattr(each, "reasons", None) is None or status["reason"]["type"] in each.reasons)
-            for each in given.statuses
-        )
+        is_wanted = given.statuses is None or any(_has_status(status, each) for each in given.statuses)
         if (
             not is_named
             or not is_wanted
@@ -344,7 +340,8 @@ class TinkerApi:
 
     def _adapter(self, lora: types.LoraConfig, model: str) -> dict[str, Any]:
         """Return the settings of a model, as they are stored."""
-        parts: list[AdaptedPart] = [*(["attention"] if lora.train_attn else []), *(["mlp"] if lora.train_mlp else [])]
+        wanted: dict[AdaptedPart, bool] = {"attention": lora.train_attn, "mlp": lora.train_mlp}
+        parts = [part for part, is_wanted in wanted.items() if is_wanted]
         if not parts:
             raise RequestRefused("lora_config needs train_attn or train_mlp: nothing else is trained here")
         if lora.train_unembed and self._config.refuse_unembed:
@@ -748,6 +745,14 @@ def _page(request: web.BaseRequest) -> tuple[int, int]:
 
 def _strings(metadata: Mapping[str, Any] | None) -> dict[str, str] | None:
     return None if metadata is None else {key: str(value) for key, value in metadata.items()}
+
+
+def _has_status(status: Mapping[str, Any], wanted: types.SessionStatusQuery) -> bool:
+    """Return whether a session has a status that is searched for."""
+    if status["type"] != wanted.type:
+        return False
+    reasons = wanted.reasons if isinstance(wanted, types.ClientFinishedSessionStatusQuery) else None
+    return reasons is None or status["reason"]["type"] in reasons
 
 
 def _session_status(row: Row) -> dict[str, Any]:

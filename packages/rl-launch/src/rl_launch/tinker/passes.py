@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast, get_args
 
 import numpy as np
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped]  # it has no types of its own
 from pydantic import ValidationError
 from tinker.proto import tinker_public_pb2 as pb
 
@@ -16,6 +16,7 @@ from rl_algos.losses.targets import (
     ADVANTAGES,
     CLIP_HIGH,
     CLIP_LOW,
+    DRO_BETA,
     RATIO_MASK,
     SAMPLING_LOGPROBS,
     SUMMED_SURROGATES,
@@ -149,7 +150,7 @@ def written_pass(given: Pass, metrics: Metrics, columns: Batch) -> bytes:
     logprobs = columns.ragged("logprobs_at")
     weights = given.batch.ragged(WEIGHTS) if isinstance(given.loss, TargetNLLLoss) else None
     answer = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
-    record, last = None, -1
+    record, last = pb.ArrayRecord(), -1
     fields: dict[str, list[np.ndarray]] = {}
 
     def finish() -> None:
@@ -268,7 +269,7 @@ def _policy_builder(name: TargetObjective, config: Mapping[str, float | str]) ->
             found |= {key: given.of_shape(key, numbers.get(key, default)) for key, default in _CLIPS.items()}
         return found | ({RATIO_MASK: given.of_shape(RATIO_MASK)} if name == "gspo" else {})
 
-    return _Builder(TargetPolicyLoss(name, **({"beta": numbers["beta"]} if "beta" in numbers else {})), columns)
+    return _Builder(TargetPolicyLoss(name, numbers.get("beta", DRO_BETA)), columns)
 
 
 def _surrogate_columns(given: _Inputs) -> dict[str, np.ndarray]:

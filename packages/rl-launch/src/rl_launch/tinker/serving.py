@@ -53,7 +53,7 @@ def serve_tinker(
         say(f"starting {plan.config.policy.model_name} in {folder}")
         queue = Path(config.queue_dir).expanduser() if config.queue_dir else folder / "tinker"
         server = TinkerServer(lambda: run_host(plan, folder), config, queue, ends_of(plan))
-        asyncio.run(_serve(server, config, TenantRecords(folder, plan.config.logger, plan.config), say))
+        asyncio.run(_serve(server, config, TenantRecords(folder, plan.config.logger, plan.root), say))
     finally:
         lock.release()
 
@@ -81,7 +81,7 @@ async def _serve(
         say(f"export TINKER_BASE_URL={server.url}")
         recording = asyncio.ensure_future(records.keep(server.api.status))
         stopping = asyncio.ensure_future(stopped.wait())
-        await asyncio.wait([stopping, server.ended], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({stopping, server.ended}, return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
         recording.cancel()
         await asyncio.wait([recording])

@@ -195,7 +195,10 @@ class Trainer:
             row["number"],
             row["tenant"],
             adapter_settings(settings["adapter"]),
-            *(row[name] for name in ("next_seq", "stepped_seq", "saved_seq", "steps")),
+            row["next_seq"],
+            row["stepped_seq"],
+            row["saved_seq"],
+            row["steps"],
             saved_steps=row["steps"],
             used=time.monotonic(),
         )
