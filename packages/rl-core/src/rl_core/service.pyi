@@ -142,8 +142,8 @@ from rl_core.errors import FailureOrigin as FailureOrigin
 from rl_core.errors import GeneratorError as GeneratorError
 from rl_core.errors import InfrastructureFailed as InfrastructureFailed
 from rl_core.errors import LogprobsDiffer as LogprobsDiffer
-from rl_core.errors import RLError as RLError
 from rl_core.errors import RequestRefused as RequestRefused
+from rl_core.errors import RLError as RLError
 from rl_core.errors import RolloutsFailed as RolloutsFailed
 from rl_core.errors import RunDirectoryError as RunDirectoryError
 from rl_core.errors import WeightSyncError as WeightSyncError
@@ -360,9 +360,9 @@ from rl_core.rollouts.json_schema import contradiction as contradiction
 from rl_core.rollouts.json_schema import same_json as same_json
 from rl_core.rollouts.json_schema import satisfies as satisfies
 from rl_core.rollouts.judging import JudgeBudgetSpent as JudgeBudgetSpent
-from rl_core.rollouts.judging import JudgeVerdict as JudgeVerdict
 from rl_core.rollouts.judging import JudgedReward as JudgedReward
 from rl_core.rollouts.judging import JudgedRollout as JudgedRollout
+from rl_core.rollouts.judging import JudgeVerdict as JudgeVerdict
 from rl_core.rollouts.judging import Question as Question
 from rl_core.rollouts.lifecycle import PARTS as PARTS
 from rl_core.rollouts.lifecycle import Lifecycle as Lifecycle
@@ -406,8 +406,8 @@ from rl_core.rollouts.speculation import SpeculationCounts as SpeculationCounts
 from rl_core.rollouts.thinking import generate_turn as generate_turn
 from rl_core.rollouts.thoughts import MARKS as MARKS
 from rl_core.rollouts.thoughts import PROMPT_END as PROMPT_END
-from rl_core.rollouts.thoughts import THOUGHTS as THOUGHTS
 from rl_core.rollouts.thoughts import THOUGHT_KEYS as THOUGHT_KEYS
+from rl_core.rollouts.thoughts import THOUGHTS as THOUGHTS
 from rl_core.rollouts.thoughts import final_text as final_text
 from rl_core.rollouts.thoughts import last_thoughts as last_thoughts
 from rl_core.rollouts.thoughts import only_thoughts as only_thoughts
@@ -608,8 +608,8 @@ from rl_core.tracing.stacks import stop_writing_stacks as stop_writing_stacks
 from rl_core.tracing.stacks import write_stacks_of as write_stacks_of
 from rl_core.tracing.stacks import write_stacks_of_child as write_stacks_of_child
 from rl_core.usage.garbage import collect_seldom as collect_seldom
-from rl_core.usage.meter import GpuUsage as GpuUsage
 from rl_core.usage.meter import Gpus as Gpus
+from rl_core.usage.meter import GpuUsage as GpuUsage
 from rl_core.usage.meter import MachineUsage as MachineUsage
 from rl_core.usage.meter import Meter as Meter
 from rl_core.usage.meter import ProcessUsage as ProcessUsage
@@ -627,10 +627,10 @@ from rl_core.weights import TensorSpec as TensorSpec
 from rl_core.weights import Transport as Transport
 from rl_core.weights import TransportKind as TransportKind
 from rl_core.weights import WeightForm as WeightForm
+from rl_core.weights import Weights as Weights
 from rl_core.weights import WeightSyncChoice as WeightSyncChoice
 from rl_core.weights import WeightSyncEncoding as WeightSyncEncoding
 from rl_core.weights import WeightTarget as WeightTarget
 from rl_core.weights import WeightUpdate as WeightUpdate
-from rl_core.weights import Weights as Weights
 from rl_core.weights import buckets as buckets
 from rl_core.weights import num_bytes as num_bytes
