@@ -131,7 +131,7 @@ def test_the_driver_counts_a_rank_as_its_worker_does(name, world):
     assert found.kept == pytest.approx(12 * here.sharded, rel=1e-3)
 
 
-@pytest.mark.parametrize("optimizer", ["torch.optim.AdamW", "torch.optim.Muon"])
+@pytest.mark.parametrize("optimizer", ["torch.optim.AdamW", "torch.optim.Muon", "rl_core.torch.EightBitAdamW"])
 @pytest.mark.parametrize(
     "patterns",
     [{}, {"freeze": ["model.embed_tokens", "model.layers.0", "*.q_proj"]}, {"train_only": ["*layers.3", "lm_head"]}],
