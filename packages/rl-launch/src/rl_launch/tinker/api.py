@@ -14,12 +14,12 @@ from typing import Any, NamedTuple, TypeVar
 
 from aiohttp import web
 from pydantic import BaseModel, ValidationError
-from tinker import types
 
 from rl_core.model import AdaptedPart
 from rl_launch.root_config import TinkerConfig
 from rl_launch.tinker import passes
 from rl_launch.tinker.checkpoints import Checkpoints, check_ttl, described, iso
+from rl_launch.tinker.client_types import types
 from rl_launch.tinker.refusal import RequestRefused, not_found
 from rl_launch.tinker.sampling import Sampling, read_sample
 from rl_launch.tinker.store import Row, Store

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, cast, get_args
 import numpy as np
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]  # it has no types of its own
 from pydantic import ValidationError
-from tinker.proto import tinker_public_pb2 as pb
 
 from rl_algos.losses.targets import (
     ADVANTAGES,
@@ -32,6 +31,7 @@ from rl_core.data.ragged import Ragged
 from rl_core.metrics import results
 from rl_core.model import Loss, Metrics
 from rl_core.rollouts.group import LOSS_MASK
+from rl_launch.tinker.client_types import pb
 from rl_launch.tinker.refusal import RequestRefused
 
 _DTYPES: Mapping[int, np.dtype[Any]] = {

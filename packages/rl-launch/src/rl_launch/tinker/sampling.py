@@ -11,13 +11,12 @@ from typing import cast
 
 import numpy as np
 from pydantic import ValidationError
-from tinker import types
-from tinker.proto import tinker_public_pb2 as pb
 
 from rl_core.errors import RequestRefused as RefusedByEngine
 from rl_core.rollouts.generation import GenerationRequest, SamplingParams
 from rl_core.rollouts.rollout import Completion
 from rl_launch.tinker.checkpoints import Checkpoints
+from rl_launch.tinker.client_types import pb, types
 from rl_launch.tinker.host import AdapterHost
 from rl_launch.tinker.refusal import RequestRefused, not_found
 from rl_launch.tinker.store import Store
