@@ -123,7 +123,7 @@ class _Seeing(nn.Module):
         kind, told = self.hf.config.model_type, {}
         if kind == "gemma3":
             told = {"token_type_ids": is_image}
-        elif kind.startswith(("qwen", "glm")) and self.shown:
+        elif kind == "gemma4" or (kind.startswith(("qwen", "glm")) and self.shown):
             told = {"mm_token_type_ids": is_image}
         seen = {
             name: each.double() if each.is_floating_point() else each

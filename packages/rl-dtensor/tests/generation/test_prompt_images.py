@@ -60,10 +60,15 @@ class Bench:
         return scores.gather(1, row[0, 1:, None])[:, 0].numpy()[len(request.token_ids) - 1 :]
 
 
-@pytest.fixture(scope="module", params=partly_exhaustive(FAMILIES, always=["qwen2_5_vl", "qwen3_vl", "gemma3"]))
+DECODED = [family for family in FAMILIES if family != "llama4"]
+"""Families that are decoded with a cache."""
+
+
+@pytest.fixture(scope="module", params=partly_exhaustive(DECODED, always=["qwen2_5_vl", "qwen3_vl", "gemma3"]))
 def bench(request, tmp_path_factory):
     folder: Path = tmp_path_factory.mktemp("prompts") / request.param
-    write_tiny_vision_model(folder, request.param)
+    # The first model of GLM samples a token of images.
+    write_tiny_vision_model(folder, request.param, seed=2 if request.param.startswith("glm") else 0)
     store = ImageStore(folder / "images")
     config = ModelConfig(
         model_name=str(folder),

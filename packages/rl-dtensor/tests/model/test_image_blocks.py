@@ -6,7 +6,8 @@ import torch
 
 from rl_core.data.batch import TOKENS
 from rl_core.torch.loss import Rows
-from rl_core.torch.vision.columns import IMAGE_BLOCKS, image_blocks
+from rl_core.torch.vision.columns import image_blocks
+from rl_core.torch.vision.families import IMAGE_BLOCKS, WINDOW_BLOCKS
 from rl_dtensor.model.kernels import Softmax, kernel_of
 from rl_dtensor.model.layout import Alignment, Segments, _segments, lay_out
 
@@ -35,10 +36,10 @@ def tensors():
     return [torch.randn(1, *size, 4, dtype=torch.float64, generator=generator) for size in sizes]
 
 
-def rows():
+def rows(name=IMAGE_BLOCKS):
     columns = {
         TOKENS: torch.zeros(len(IS_IMAGE), dtype=torch.int64),
-        IMAGE_BLOCKS: torch.from_numpy(image_blocks(IS_IMAGE, OFFSETS)),
+        name: torch.from_numpy(image_blocks(IS_IMAGE, OFFSETS)),
     }
     return Rows(torch.from_numpy(OFFSETS), columns)
 
@@ -85,3 +86,18 @@ def test_queries_that_are_part_of_an_image_see_the_rest_of_it(backend, window):
 def test_rows_without_images_have_no_masks():
     plain = Rows(torch.from_numpy(OFFSETS), {TOKENS: torch.zeros(len(IS_IMAGE), dtype=torch.int64)})
     assert lay_out(plain, Alignment(), is_packed=True).segments.blocks is None
+
+
+def test_images_that_are_seen_both_ways_only_in_windows():
+    layout = lay_out(rows(WINDOW_BLOCKS), Alignment(), is_packed=True)
+    whole = lay_out(rows(), Alignment(), is_packed=True)
+    assert whole.segments_of(None) is whole.segments
+    assert layout.segments_of(4) is layout.segments
+    assert torch.equal(layout.segments.blocks, whole.segments.blocks)
+    query, key, value = tensors()
+    row = np.repeat(np.arange(len(LENGTHS)), LENGTHS)
+    before = torch.from_numpy((row[:, None] == row) & (np.arange(len(row))[:, None] >= np.arange(len(row))))
+    scores = query @ key.repeat_interleave(2, 1).transpose(2, 3) * 0.3
+    expected = scores.masked_fill(~before, -torch.inf).softmax(-1) @ value.repeat_interleave(2, 1)
+    found = kernel_of("auto")(query, key, value, layout.segments_of(None), Softmax(0.3))
+    torch.testing.assert_close(found, expected)

@@ -70,8 +70,8 @@ class PromptImages:
         held = dict(zip(names, to_device([columns[PREFIX + name] for name in names], self._device), strict=True))
         held[PIXELS] = as_computed(held[PIXELS], self._compute)
         arguments: dict[str, Any] = {**self._family.arguments(held)}
-        if self._family.sees_both_ways:
-            arguments["token_type_ids"] = (tokens == self._token).int().to(self._device)
+        if self._family.type_ids:
+            arguments[self._family.type_ids] = (tokens == self._token).int().to(self._device)
         axes = None
         if AXES in columns:
             ends = np.cumsum([len(request.token_ids) for request in requests])[:-1]

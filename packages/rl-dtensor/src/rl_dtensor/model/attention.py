@@ -136,7 +136,8 @@ def row_attention(
     if query_scale is not None:
         query = (query * query_scale(layout.position_ids)[:, None, :, None]).to(query.dtype)
     context, softmax = layout.context, Softmax(scaling, dropout, sliding_window, softcap, s_aux)
-    segments = layout.segments if chunk_size is None else layout.segments.chunked(chunk_size)
+    segments = layout.segments_of(sliding_window)
+    segments = segments if chunk_size is None else segments.chunked(chunk_size)
     if context is None:
         out = attend(query, key, value, segments, softmax)
     elif context.method == "all_gather":

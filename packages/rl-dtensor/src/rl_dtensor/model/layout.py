@@ -18,7 +18,7 @@ from rl_core.torch.heads.reads import HeldTokens
 from rl_core.torch.host_arrays import to_device
 from rl_core.torch.loss import Rows, followers_of
 from rl_core.torch.rows import zigzag_order, zigzag_slices, zigzag_tokens
-from rl_core.torch.vision.columns import IMAGE_BLOCKS
+from rl_core.torch.vision.families import IMAGE_BLOCKS, WINDOW_BLOCKS
 
 
 class Context(NamedTuple):
@@ -237,6 +237,7 @@ class RowLayout:
             None if no tokens see what follows them.
         tree: Rows that share what they begin with; None if each has all of its tokens.
         host_places: `places` on the host, if they are there.
+        blocks_need_window: True if tokens of an image see what follows them only in layers with a window.
 
     Attributes:
         segments: Keys that this rank's queries attend to; with the `ulysses` method, for its heads of all queries.
@@ -259,6 +260,7 @@ class RowLayout:
         blocks: np.ndarray | None = None,
         tree: RowTree | None = None,
         host_places: np.ndarray | None = None,
+        blocks_need_window: bool = False,
     ) -> None:
         self.host_places = host_places
         self.rows, self.input_ids, self.position_ids = rows, input_ids, position_ids
@@ -270,6 +272,9 @@ class RowLayout:
             chunks = zigzag_slices(length, context.size, context.rank)
         before = () if tree is None else tree.before
         self.segments = Segments(_segments(chunks, bounds, blocks, before), device, blocks, tree)
+        self._causal = self.segments
+        if blocks_need_window:
+            self._causal = Segments(_segments(chunks, bounds, None, before), device, None, tree)
         if context is not None:
             order = zigzag_order(length, context.size).numpy()
             self.rank_places, self.key_places = to_device([order, order.argsort()], device)
@@ -282,6 +287,11 @@ class RowLayout:
         places, sequence = self.tree.places, self.tree.sequence
         moved = to_device([sequence, places.clip(min=0)], self.input_ids.device)
         return moved[0], moved[1]
+
+    def segments_of(self, window: int | None) -> Segments:
+        """Return the keys that this rank's queries attend to in a layer with this window; None for a layer without
+        one."""
+        return self._causal if window is None else self.segments
 
     @property
     def held(self) -> HeldTokens:
@@ -412,8 +422,9 @@ def lay_out(
         places = np.where(position < lengths[:, None], offsets[:-1, None] + position, -1)
         bounds = ((0, length),)
     blocks = None
-    if IMAGE_BLOCKS in rows:
-        blocks = np.where(places < 0, -1, rows.host_column(IMAGE_BLOCKS)[places])
+    for name in (IMAGE_BLOCKS, WINDOW_BLOCKS):
+        if name in rows:
+            blocks = np.where(places < 0, -1, rows.host_column(name)[places])
     chosen = np.arange(length)
     if context is not None:
         chosen = zigzag_tokens(length, context.size, context.rank).numpy()
@@ -436,6 +447,7 @@ def lay_out(
         blocks=blocks,
         tree=tree,
         host_places=flat,
+        blocks_need_window=WINDOW_BLOCKS in rows,
     )
 
 

@@ -204,17 +204,11 @@ def vision_problems(vision: VisionConfig, backend: DTensorConfig, fields: Mappin
         yield Problem("vision.enabled", f"is not supported for {kind} models", allowed=allowed)
         return
     seen_by = (fields.get("text_config") or {}).get("use_bidirectional_attention")
-    if kind == "gemma4" and seen_by is not None:
-        reason = (
-            f"is not supported for gemma4 models with use_bidirectional_attention={seen_by}, whose tokens of an image "
-            "see one another in some layers and not in others"
-        )
-        yield Problem("vision.enabled", reason, got=True, allowed="false, or a smaller model of the family (E2B, E4B)")
     for name in ("min_pixels", "max_pixels"):
         if getattr(vision, name) is not None and kind not in SIZED:
             reason = f"has no effect on {kind} models, whose images have fixed sizes"
             yield Problem(f"vision.{name}", reason, remedy="Remove this key")
-    if kind in BOTH_WAYS and backend.attention_backend in _FLASH:
+    if (kind in BOTH_WAYS or seen_by == "vision") and backend.attention_backend in _FLASH:
         reason = f"cannot let the tokens of an image see one another, as {kind} models do"
         yield Problem(ATTENTION, reason, got=backend.attention_backend, allowed="auto, sdpa, eager, flex")
 

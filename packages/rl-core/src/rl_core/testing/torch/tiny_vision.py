@@ -288,6 +288,7 @@ FAMILIES: Mapping[str, TinyFamily] = {
     "gemma4": TinyFamily(
         text={
             "global_head_dim": 32,
+            "use_bidirectional_attention": "vision",
             "hidden_size_per_layer_input": 8,
             "vocab_size_per_layer_input": VOCAB_SIZE,
             "sliding_window": 16,

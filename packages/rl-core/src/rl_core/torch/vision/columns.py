@@ -22,10 +22,6 @@ FEATURES = "image_features"
 AXES = "rope_axes"
 """Int64 `[tokens, 3]`: the places of each token in time, height and width, counted from the start of its row."""
 
-IMAGE_BLOCKS = "image_blocks"
-"""Int64 `[tokens]`: the number of each token's image; -1 for text. The tokens of an image see one another. Rows without
-such images lack the column."""
-
 PREFIX = "images."
 """Prefix of the columns of pixels, which have an entry for each image."""
 CACHE_BYTES = 2**30
@@ -77,8 +73,8 @@ class ImageColumns:
         columns[FEATURES] = np.where(is_image, np.cumsum(is_image) - 1, -1)
         if self._family.has_axes:
             columns[AXES] = np.concatenate([axes_of(*each) for each in zip(rows, shown, strict=True)])
-        if self._family.sees_both_ways:
-            columns[IMAGE_BLOCKS] = image_blocks(is_image, batch.ragged(TOKENS).offsets)
+        if blocks := self._family.blocks(self._model.config):
+            columns[blocks] = image_blocks(is_image, batch.ragged(TOKENS).offsets)
         return columns
 
     def _shown(self, row: int, tokens: np.ndarray, digests: Sequence[str]) -> list[Arrays]:

@@ -22,6 +22,13 @@ SIZES = "image_sizes"
 PLACES = "image_position_ids"
 
 
+IMAGE_BLOCKS = "image_blocks"
+"""Column of the number of each token's image, int64 `[tokens]`; -1 for text. The tokens of an image see one another.
+Rows without such images lack the column."""
+
+WINDOW_BLOCKS = "image_blocks_in_windows"
+"""The same for models whose layers without a window show each token only what comes before it."""
+
 Features = tuple[Tensor, Sequence[Tensor]]
 """Results of a vision tower and its projector: `[image tokens, hidden]` in the order of the images' tokens, and more of
 them, often none, that are added to the hidden states after each of the first layers."""
@@ -43,7 +50,9 @@ class VisionFamily:
         processing: Function from the config to arguments of the image processor that the processor of text and images
             passes to it.
         has_axes: True if tokens have three places each (M-RoPE), given by `get_rope_index` of the model.
-        sees_both_ways: True if the tokens of an image see one another, also those that follow.
+        blocks: Function from the config to the column of the images whose tokens see one another, also those that
+            follow: `IMAGE_BLOCKS` or `WINDOW_BLOCKS`; empty if they do not.
+        type_ids: Name of the model's argument that marks the tokens of images; empty if it needs none.
         unused: Names of modules that no feature depends on, such as those for sound.
     """
 
@@ -57,7 +66,8 @@ class VisionFamily:
     arguments: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = lambda columns: columns
     processing: Callable[[Any], Mapping[str, Any]] = lambda config: {}
     has_axes: bool = False
-    sees_both_ways: bool = False
+    blocks: Callable[[Any], str] = lambda config: ""
+    type_ids: str = ""
     unused: tuple[str, ...] = ()
 
 
@@ -201,7 +211,8 @@ _GEMMA = VisionFamily(
     num_tokens=_crop_tokens_of(lambda config: int(config.mm_tokens_per_image)),
     features=_crop_features,
     blank=_crop_blank,
-    sees_both_ways=True,
+    blocks=lambda config: IMAGE_BLOCKS,
+    type_ids="token_type_ids",
     unused=("model.vision_tower.head",),
 )
 _INTERN_TOKENS = _crop_tokens_of(lambda config: int(config.image_seq_length))
@@ -232,6 +243,8 @@ _GEMMA_4 = VisionFamily(
     num_tokens=_pooled_tokens,
     features=_sized_features,
     blank=_pooled_blank,
+    blocks=lambda config: WINDOW_BLOCKS if config.text_config.use_bidirectional_attention == "vision" else "",
+    type_ids="mm_token_type_ids",
     unused=("model.audio_tower", "model.embed_audio"),
 )
 
@@ -251,7 +264,7 @@ VISION_FAMILIES: Mapping[str, VisionFamily] = {
     "llama4": _LLAMA,
     "idefics3": _IDEFICS,
     "smolvlm": _IDEFICS,
-    "internvl": replace(_GEMMA, num_tokens=_INTERN_TOKENS, sees_both_ways=False, unused=()),
+    "internvl": replace(_GEMMA, num_tokens=_INTERN_TOKENS, blocks=lambda config: "", type_ids="", unused=()),
 }
 """Model type to family."""
 
