@@ -7,7 +7,7 @@ import importlib.util
 import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rl_core.errors import ConfigError, RLError
 from rl_launch.commands.start import recipe_name
@@ -80,8 +80,8 @@ async def _serve(
         say(f"serving {server.api.base_model} at {server.url} to {keys}")
         say(f"export TINKER_BASE_URL={server.url}")
         recording = asyncio.ensure_future(records.keep(server.api.status))
-        stopping = asyncio.ensure_future(stopped.wait())
-        await asyncio.wait({stopping, server.ended}, return_when=asyncio.FIRST_COMPLETED)
+        stopping: asyncio.Future[Any] = asyncio.ensure_future(stopped.wait())
+        await asyncio.wait([stopping, server.ended], return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
         recording.cancel()
         await asyncio.wait([recording])
