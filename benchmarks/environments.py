@@ -6,8 +6,8 @@ Every run is the tiny recipe as `rl train` makes it, on the CPU; runs are as of 
 begin with one model. The tokens of every rollout are compared with the turns that the environment was given, and its
 reward with one that is computed again, for games by textarena alone.
 
-`verifiers` and `textarena` need these packages (`pip install verifiers`, `pip install textarena`), and `mcp-memory`
-needs `npx`, which gets the newest `@modelcontextprotocol/server-memory`.
+`verifiers` and `textarena` need these packages (`pip install verifiers`, `pip install textarena`), and `mcp-calculator`
+needs `uvx`, which gets the newest `mcp-server-calculator` of PyPI.
 """
 
 from __future__ import annotations
@@ -29,63 +29,47 @@ import pyarrow.parquet
 from learning import HEAD, SEEDS, Case, Curve, Measure, along, finished_runs, make_runs, rises_by, rows, run_dir
 from measurement import surroundings, table
 
-from rl_envs.calculations import CALL, facts, load
+from rl_envs.calculations import load
 
-START = "mcp-memory-start"
-NUMBERS = {each["title"]: each["text"] for each in facts()}
-SEARCH = '<tool_call>\n{"name": "search_nodes", "arguments": {"query": "%s"}}\n</tool_call>'
+START = "mcp-calculator-start"
+CALL = '<tool_call>\n{"name": "calculate", "arguments": {"expression": "%s"}}\n</tool_call>'
 HEADERS = {"Content-Type": "application/json"}
-MEMORY = (
-    'env.mcp_tools.command=[npx, -y, "@modelcontextprotocol/server-memory"]',
-    "env.mcp_tools.only=[search_nodes]",
-    "policy.max_total_sequence_length=320",
-)
+CALCULATOR = ("env.mcp_tools.command=[uvx, mcp-server-calculator]", "policy.max_total_sequence_length=160")
 
 
-def found(name: str, number: str) -> str:
-    """What the memory server answers to a search for a name."""
-    entity = {"name": name, "entityType": "number", "observations": [number]}
-    return json.dumps({"entities": [entity], "relations": []}, indent=2)
-
-
-def searched(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of the form `file` of `calculations`, whose demonstration searches the memory for the name."""
+def called(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of the form `calculator` of `calculations`, whose demonstration calls the server's tool."""
     asked, *said = row["messages"]
-    name = asked["content"].removesuffix("=")
-    if said and said[0]["content"] == CALL % name:
-        call, result, answer = said
-        number = result["content"]
-        said = [{**call, "content": SEARCH % name}, {**result, "content": found(name, number)}, answer]
-    return {**row, "messages": [asked, *said]}
+    if len(said) > 1:
+        call, _, answer = said
+        product = asked["content"].removesuffix("=")
+        said = [{**call, "content": CALL % product}, {"role": "tool", "content": answer["content"]}, answer]
+    return {**row, "messages": [asked, *said], "environment": "mcp_tools"}
 
 
 def written(folder: Path, *, demonstrations: bool) -> list[str]:
     """Write rows for both splits and return the keys that name them."""
     keys = []
-    for split, size in {"train": 8000 if demonstrations else 4000, "validation": 256 if demonstrations else 64}.items():
+    for split, size in {
+        "train": 8000 if demonstrations else 4000,
+        "validation": 256 if demonstrations else 128,
+    }.items():
         path = folder / f"{split}.jsonl"
-        settings = {"form": "file", "demonstrations": demonstrations, "size": size}
-        path.write_text("".join(json.dumps(searched(row)) + "\n" for row in load(settings, split)))
+        settings = {"form": "calculator", "demonstrations": demonstrations, "size": size}
+        path.write_text("".join(json.dumps(called(row)) + "\n" for row in load(settings, split)))
         keys.append(f"data.{split}={{data_path: {path}, dataset_name: null, settings: null}}")
     return keys
 
 
 def demonstrations(folder: Path) -> list[str]:
-    """Searches of the memory and guesses, half and half."""
+    """Calls of the calculator and guesses, half and half."""
     return written(folder, demonstrations=True)
 
 
-def memory(folder: Path) -> list[str]:
-    """Names to look up, the memory of their numbers, and the model that has learned from demonstrations."""
-    path = folder / "memory.jsonl"
-    entities = [{"type": "entity", **json.loads(found(*each))["entities"][0]} for each in NUMBERS.items()]
-    path.write_text("\n".join(map(json.dumps, entities)))
+def products(folder: Path) -> list[str]:
+    """Products, and the model that has learned from demonstrations."""
     start = run_dir(folder.parents[1], START, SEEDS[0])
-    return [
-        *written(folder, demonstrations=False),
-        f"env.mcp_tools.variables={{MEMORY_FILE_PATH: {path}}}",
-        f"policy.model_name={start}",
-    ]
+    return [*written(folder, demonstrations=False), f"policy.model_name={start}"]
 
 
 def post(served: Mapping[str, Any], path: str, key: str, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -141,19 +125,14 @@ def learns(recipe: str, *settings: str, metric: str = "val/reward", by: float = 
 
 CASES = {
     "verifiers": learns("verifiers-tiny", "grpo.max_val_samples=128"),
-    # its engine computes what the games begin with once
-    "textarena": learns("textarena-tiny", "policy.generation.backend=vllm"),
-    "mcp-memory": learns("mcp-tools-tiny", *MEMORY, data=memory),
+    # its game has one start, so that there is nothing to hold out
+    "textarena": learns("textarena-tiny", metric="reward/mean"),
+    "mcp-calculator": learns("mcp-tools-tiny", *CALCULATOR, data=products),
     "live": learns("live-tiny", "cluster.cpu_ranks_per_node=2", beside=users),
 }
 STARTS = {
     START: Case(
-        "sft-calls-tiny",
-        "sft",
-        (),
-        ("policy.max_total_sequence_length=320", "policy.sequence_packing={enabled: true, train_mb_tokens: 2048}"),
-        warm_key="",
-        data=demonstrations,
+        "sft-calls-tiny", "sft", (), ("policy.max_total_sequence_length=160",), warm_key="", data=demonstrations
     )
 }
 
@@ -170,10 +149,11 @@ def of_sum(record: Mapping[str, Any]) -> float:
     return float(turns_of(record)[-1]["text"].strip() == str(int(left) + int(right)))
 
 
-def of_name(record: Mapping[str, Any]) -> float:
-    """The reward of a number that is looked up."""
-    said, name = turns_of(record)[-1]["text"], record["prompt"][-1]["content"].removesuffix("=")
-    return float(said.strip() == NUMBERS[name])
+def of_product(record: Mapping[str, Any]) -> float:
+    """The reward of a product."""
+    said, product = turns_of(record)[-1]["text"], record["prompt"][-1]["content"].removesuffix("=")
+    left, right = product.split("*")
+    return float(said.strip() == str(int(left) * int(right)))
 
 
 def of_game(record: Mapping[str, Any]) -> float:
@@ -198,7 +178,7 @@ def of_game(record: Mapping[str, Any]) -> float:
 AGAIN: Mapping[str, Callable[[Mapping[str, Any]], float]] = {
     "verifiers": of_sum,
     "textarena": of_game,
-    "mcp-memory": of_name,
+    "mcp-calculator": of_product,
     "live": of_sum,
 }
 """Rewards that follow from the record of a rollout."""
@@ -237,7 +217,7 @@ def main() -> None:
         key = f"grpo.max_num_steps={chosen.steps}"
         cases = {name: replace(case, settings=(*case.settings, key)) for name, case in cases.items()}
     if not chosen.table:
-        if "mcp-memory" in cases:
+        if "mcp-calculator" in cases:
             make_runs(STARTS, SEEDS[:1], folder, num_jobs=1)
         make_runs(cases, chosen.seeds, folder, num_jobs=1)
     runs = {name: finished_runs(folder, name, chosen.seeds) for name in cases}
