@@ -46,6 +46,8 @@ DEFAULT = "h100"
 """Device of a plan for GPUs if none is named."""
 TRAINING, LOGPROBS, GENERATING, SYNC, SAVE = "training", "logprobs", "generation", "weight_sync", "save"
 """Names of phases; a run records the seconds of the first four as `time/<name>`."""
+PASSES = (LOGPROBS, "values", "critic_training", "drafter_training")
+"""Phases that compute as training does."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,11 @@ class Factors:
     seconds: Mapping[str, float] = field(default_factory=dict)
     memory: float | None = None
     runs: tuple[str, ...] = ()
+
+    def of(self, phase: str) -> float | None:
+        """Return the factor of a phase; of other passes over rows that of training, if no run had them; None if there
+        is none."""
+        return self.seconds.get(phase, self.seconds.get(TRAINING) if phase in PASSES else None)
 
 
 @dataclass(frozen=True)
@@ -249,7 +256,7 @@ def plan_run(
         problems=tuple(_problems(roles, engine, usages, topology, work, device)),
     )
     seconds = _seconds(planned, plan)
-    learned = {phase: value * factors.seconds.get(phase, 1.0) for phase, value in seconds.items()}
+    learned = {phase: value * (factors.of(phase) or 1.0) for phase, value in seconds.items()}
     return replace(planned, seconds=learned)
 
 

@@ -89,7 +89,7 @@ def lines(plan: Plan, *, price: float | None, change: Change | None) -> Iterator
     yield ""
     yield f"A step of {plan.work.num_rows:,} rows, {plan.work.num_tokens:,.0f} tokens:"
     for phase, seconds in plan.seconds.items():
-        learned = plan.factors.seconds.get(phase)
+        learned = plan.factors.of(phase)
         factor = f"  (x {learned:.2f} by {len(plan.factors.runs)} runs)" if learned is not None else ""
         yield f"  {phase:<30} {duration(seconds):>8}{factor}"
     total = f"{plan.tokens_per_second:,.0f} tokens/s"
