@@ -4,7 +4,6 @@ import json
 
 import pytest
 from runs import assert_same, steps_of
-from safetensors.numpy import load_file
 
 from rl_core.testing.exhaustive import exhaustive
 
@@ -88,8 +87,6 @@ def test_rollouts_in_float16_are_nearer_to_training_than_in_bfloat16(driver, grp
         assert line["train/overflows"] or line["train/grad_norm"] > 0
     assert found["float16"][-1]["train/loss_scale"] >= 2.0**14
     assert sum(line["train/overflows"] for line in found["float16"]) <= 2
-    (exported,) = (tmp_path / "float16/checkpoints").glob("step_3/hf/model.safetensors")
-    assert {str(tensor.dtype) for tensor in load_file(exported).values()} == {"float16"}
 
 
 ADAPTERS = {
