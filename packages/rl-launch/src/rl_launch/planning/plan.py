@@ -479,7 +479,9 @@ def _seconds(planned: Plan, plan: RunPlan) -> dict[str, float]:
             continue
         forward = pass_seconds(rank, work, machines, recomputed=None, training=False)
         is_policy = role.role == POLICY
-        reads = int(not is_policy or engine is not None) + int(role.keeps_reference)
+        # With one update, the logprobs before it are those of the update itself.
+        own = work.updates > 1 if is_policy else True
+        reads = int(own and (engine is not None or not is_policy)) + int(role.keeps_reference)
         name = LOGPROBS if is_policy or not role.trains else "values"
         if reads and forward:
             found[name] = found.get(name, 0.0) + reads * forward
