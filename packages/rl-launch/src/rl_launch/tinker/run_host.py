@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -130,11 +129,9 @@ def run_host(plan: RunPlan, folder: Path) -> Iterator[RunHost]:
                 "of their own; set it to false, and policy.generation.colocated.resources to their number"
             )
         pool = runtime.evaluation_pool(NEEDS)
-        exports = Path(tempfile.mkdtemp(prefix="base-", dir=folder))
-        try:
-            yield RunHost(plan, local, runtime.ranks[POLICY], pool, exports)
-        finally:
-            shutil.rmtree(exports, ignore_errors=True)
+        base = folder / "base"
+        shutil.rmtree(base, ignore_errors=True)  # of a server that was killed
+        yield RunHost(plan, local, runtime.ranks[POLICY], pool, base)
 
 
 class RunHost:
@@ -145,13 +142,13 @@ class RunHost:
         local: Plan with the folders of its models.
         model: The policy.
         pool: Its engines.
-        exports: Empty folder, for an adapter whose product is zero.
+        base: New folder for an adapter whose product is zero, with which the base is sampled.
 
     Attributes:
         base_model, tokenizer, max_length, vocab_size, max_rank, num_slots: As in the protocol.
     """
 
-    def __init__(self, plan: RunPlan, local: RunPlan, model: Model, pool: ReplicaPool, exports: Path) -> None:
+    def __init__(self, plan: RunPlan, local: RunPlan, model: Model, pool: ReplicaPool, base: Path) -> None:
         policy = local.config.policy
         self.base_model = plan.config.policy.model_name
         self.tokenizer = policy.tokenizer.name or policy.model_name
@@ -162,7 +159,7 @@ class RunHost:
         self._places: dict[str, int] = {}
         self._asked: Counter[Replica] = Counter()
         # On CPU vLLM computes rows without an adapter wrongly next to others with one.
-        self._base = exports / "adapter"
+        self._base = base
         model.adapters.export(0, str(self._base))
 
     def create(self, adapter: str, settings: AdapterSettings) -> None:
