@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from rl_launch.tinker.records import TenantRecords
 
 if TYPE_CHECKING:
     from rl_launch.run_config.plan import RunPlan
-    from rl_launch.tinker.server import TinkerServer
+    from rl_launch.tinker.host import AdapterHost
 
 _NEEDED = ("tinker", "google.protobuf", "zstandard")
 
@@ -39,7 +40,7 @@ def serve_tinker(
     """
     check_installed()
     from rl_launch.tinker.run_host import run_host, served_plan
-    from rl_launch.tinker.server import TinkerServer, check_exposure
+    from rl_launch.tinker.server import check_exposure
 
     plan = served_plan(recipe, overrides)
     config: TinkerConfig = vars(plan.config).get("tinker") or TinkerConfig()
@@ -52,8 +53,8 @@ def serve_tinker(
     try:
         say(f"starting {plan.config.policy.model_name} in {folder}")
         queue = Path(config.queue_dir).expanduser() if config.queue_dir else folder / "tinker"
-        server = TinkerServer(lambda: run_host(plan, folder), config, queue, ends_of(plan))
-        asyncio.run(_serve(server, config, TenantRecords(folder, plan.config.logger, plan.root), say))
+        records = TenantRecords(folder, plan.config.logger, plan.root)
+        asyncio.run(_serve(lambda: run_host(plan, folder), config, queue, ends_of(plan), records, say))
     finally:
         lock.release()
 
@@ -69,11 +70,30 @@ def folder_of(plan: RunPlan, recipe: str) -> Path:
 
 
 async def _serve(
-    server: TinkerServer, config: TinkerConfig, records: TenantRecords, say: Callable[[str], None]
+    enter_host: Callable[[], AbstractContextManager[AdapterHost]],
+    config: TinkerConfig,
+    queue: Path,
+    ends: Sequence[int],
+    records: TenantRecords,
+    say: Callable[[str], None],
 ) -> None:
-    stopped = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+    from rl_launch.tinker.server import TinkerServer
+
+    loop, stopped = asyncio.get_running_loop(), asyncio.Event()
+
+    def listen() -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stopped.set)
+
+    @contextmanager
+    def hosting() -> Iterator[AdapterHost]:
+        with enter_host() as host:
+            # Ray replaces the handlers of signals when it starts.
+            loop.call_soon_threadsafe(listen)
+            yield host
+
+    listen()
+    server = TinkerServer(hosting, config, queue, ends)
     try:
         await server.start()
         keys = f"keys of {', '.join(server.tenants)}" if config.keys_file else "any key that begins with tml-"
