@@ -43,9 +43,9 @@ def chat(number: int) -> dict:
 
 def write_data(folder: Path) -> None:
     """Write the data of all recipes in a few rows."""
-    chats = [chat(number) for number in range(64)]
+    chats = [chat(number) for number in range(256)]
     write_rows(folder / "HuggingFaceH4/no_robots", train=chats, test=chats[:8])
-    sums = [{"question": f"What is {a} and 1?", "answer": f"It is\n#### {a + 1}"} for a in range(32)]
+    sums = [{"question": f"What is {a} and 1?", "answer": f"It is\n#### {a + 1}"} for a in range(12)]
     write_rows(folder / "openai/gsm8k", config="main", train=sums, test=sums[:4])
     pairs = [
         {
@@ -115,10 +115,9 @@ def test_supervised_learning(served):
     metrics = run_recipe(
         served,
         "sl",
-        "sl_basic",
-        *(f"model_name={MODEL}", "learning_rate=0.003", "max_steps=12", "eval_every=0", "save_every=0"),
-        *("dataset_builder.common_config.batch_size=16", "dataset_builder.common_config.max_length=256"),
-        "num_epochs=4",
+        "sl_loop",
+        *(f"model_name={MODEL}", "learning_rate=0.003", "batch_size=16", "max_length=256", "lora_rank=8"),
+        "save_every=8",
     )
     losses = values(metrics, "train_mean_nll")
     assert losses[-1] < 0.7 * losses[0]
@@ -128,9 +127,8 @@ def test_reinforcement_learning(served):
     metrics = run_recipe(
         served,
         "rl",
-        "rl_basic",
-        *(f"model_name={MODEL}", "max_tokens=16", "max_steps=2", "save_every=0"),
-        *("dataset_builder.batch_size=4", "dataset_builder.group_size=4"),
+        "rl_loop",
+        *(f"model_name={MODEL}", "max_tokens=16", "batch_size=4", "group_size=4", "lora_rank=8", "save_every=0"),
     )
     assert len(metrics) >= 2
 
