@@ -19,6 +19,7 @@ from rl_launch.commands.start import run_of
 from rl_launch.commands.train import finished_metrics
 from rl_launch.run_config.inputs import input_problems
 from rl_launch.run_config.plan import RunPlan
+from rl_launch.run_config.served import served_folder, served_plan
 from rl_launch.run_session.directory.row_files import JOBS
 from rl_launch.run_session.directory.run_folder import RunFolder, is_run
 from rl_launch.run_session.directory.writable import make_folder
@@ -125,12 +126,8 @@ def _trained(recipe: str, overrides: Sequence[str]) -> tuple[RunPlan, Path]:
 
 def _served(recipe: str, overrides: Sequence[str]) -> tuple[RunPlan, Path]:
     """Return the plan of a run that serves programs, and its folder."""
-    # imports Ray, which jobs that train do not need
-    from rl_launch.tinker.run_host import served_plan
-    from rl_launch.tinker.serving import folder_of
-
     plan = served_plan(recipe, overrides)
-    return plan, folder_of(plan, recipe).absolute()
+    return plan, served_folder(plan, recipe).absolute()
 
 
 def submit(job: PlannedJob) -> Submission:

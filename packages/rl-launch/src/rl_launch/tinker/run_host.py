@@ -15,16 +15,14 @@ import numpy as np
 from ray.exceptions import RayError
 
 from rl_algos.rollouts.worker.programs import DEFAULT_PROGRAM, PROGRAMS
-from rl_core.algorithm import Algorithm
 from rl_core.data.batch import Batch
 from rl_core.data.ragged import Ragged
 from rl_core.errors import ConfigError, FailureOrigin, GeneratorError, RequestRefused, RLError
-from rl_core.model import ADAPTER, AdapterLosses, AdapterSettings, Metrics, Model, ModelSpec, StepSettings, read_columns
-from rl_core.plugins import AlgorithmPlugin, ModelNeed, RolloutNeeds
+from rl_core.model import ADAPTER, AdapterLosses, AdapterSettings, Metrics, Model, StepSettings, read_columns
+from rl_core.plugins import RolloutNeeds
 from rl_core.ray.calls import translate
 from rl_core.rollouts.generation import GenerationRequest
 from rl_core.rollouts.rollout import Completion
-from rl_launch.backends import LOSSES, backends_of
 from rl_launch.cluster.virtual_cluster import VirtualCluster
 from rl_launch.commands.train import with_local_models
 from rl_launch.model_files.model_folder import hf_config_fields
@@ -32,7 +30,6 @@ from rl_launch.placement.topology import GENERATION
 from rl_launch.root_config import POLICY
 from rl_launch.run_config.checks import check_models, check_placement
 from rl_launch.run_config.plan import RunPlan
-from rl_launch.run_config.reading import read_plan
 from rl_launch.runtime.processes import check_engines, provision_workers
 from rl_launch.runtime.replica import Replica
 from rl_launch.runtime.rollout_pool import ReplicaPool
@@ -41,67 +38,8 @@ from rl_launch.tinker.host import AdapterWork
 
 _log = logging.getLogger(__name__)
 
-
-class Served(Algorithm[Any, None, None]):
-    """An algorithm that reads no data: programs bring it."""
-
-
-SERVED = AlgorithmPlugin(
-    name="tinker",
-    sections={},
-    implementation=f"{__name__}:{Served.__name__}",
-    generates=True,
-    models=lambda config: {POLICY: ModelNeed(POLICY, ModelSpec())},
-    requirements=(LOSSES,),
-)
-"""The algorithm of a recipe that is served: the policy trains, and nothing else of the recipe's own algorithm runs."""
-
 NEEDS = RolloutNeeds(PROGRAMS[DEFAULT_PROGRAM], {"max_turns": 1, "max_tokens": 1}, frozenset())
 """Needs of the engines, which answer requests and run no rollouts."""
-
-SETTINGS = {
-    "policy.lora_cfg.enabled": "true",
-    "policy.generation.backend": "vllm",
-    "policy.generation.lora_sync": "adapter",
-    "policy.max_grad_norm": "null",
-}
-"""What a recipe needs for clients with adapters, who set the limit of the gradient of each step."""
-
-DEFAULTS = {
-    "policy.lora_cfg.max_adapters": "8",
-    "policy.lora_cfg.dim": "32",
-    "policy.generation.colocated.enabled": "false",
-    "policy.generation.colocated.resources.gpus_per_node": "1",
-}
-"""Values of keys that the user does not write."""
-
-ADAMW = "torch.optim.AdamW"
-
-
-def served_plan(recipe: str, overrides: Sequence[str] = ()) -> RunPlan:
-    """Return the plan of a recipe with what a server of its policy needs.
-
-    Raises:
-        ConfigError: If the recipe has problems, does not generate, or has an optimizer that clients cannot set.
-    """
-    # Keys of adapters are refused where there are none, and a server always has some.
-    given = read_plan(recipe, ["policy.lora_cfg.enabled=true", *overrides])
-    if given.raw is None or not given.plugin.generates:
-        raise ConfigError(
-            f"algorithm: {given.plugin.name} does not generate, so its recipes have no engine to sample with. Serve a "
-            "recipe that generates, such as grpo-arithmetic"
-        )
-    added = [f"{key}={value}" for key, value in DEFAULTS.items() if not given.raw.is_written(key)]
-    plan = read_plan(recipe, [*overrides, *added, *(f"{key}={value}" for key, value in SETTINGS.items())])
-    optimizer = plan.config.policy.optimizer.name
-    if optimizer != ADAMW:
-        raise ConfigError(
-            f"policy.optimizer.name: clients set betas, eps and weight decay of AdamW in each step, but it is "
-            f"{optimizer}; set {ADAMW}, or remove this key"
-        )
-    if plan.config.policy.lora_cfg.max_adapters == 1:
-        raise ConfigError("policy.lora_cfg.max_adapters: set the number of adapters that train at a time, at least 2")
-    return replace(plan, plugin=SERVED, backends=backends_of(SERVED, plan.config))
 
 
 @contextmanager

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_core.errors import ConfigError, RLError
-from rl_launch.commands.start import recipe_name
 from rl_launch.root_config import TinkerConfig
+from rl_launch.run_config.served import served_folder, served_plan
 from rl_launch.run_session.directory.lock import DirectoryLock
 from rl_launch.tinker.records import TenantRecords
 
@@ -39,13 +39,13 @@ def serve_tinker(
         RLError: If the models do not start, or cannot be started again after a failure.
     """
     check_installed()
-    from rl_launch.tinker.run_host import run_host, served_plan
+    from rl_launch.tinker.run_host import run_host
     from rl_launch.tinker.server import check_exposure
 
     plan = served_plan(recipe, overrides)
     config: TinkerConfig = vars(plan.config).get("tinker") or TinkerConfig()
     check_exposure(config)
-    folder = folder_of(plan, recipe)
+    folder = served_folder(plan, recipe)
     folder.mkdir(parents=True, exist_ok=True)
     failed_in(folder)
     lock = DirectoryLock(folder)
@@ -57,16 +57,6 @@ def serve_tinker(
         asyncio.run(_serve(lambda: run_host(plan, folder), config, queue, ends_of(plan), records, say))
     finally:
         lock.release()
-
-
-def folder_of(plan: RunPlan, recipe: str) -> Path:
-    """Return the run directory of a server.
-
-    Args:
-        plan: Its plan.
-        recipe: Name of its recipe, or a YAML file.
-    """
-    return Path(plan.config.run_dir or f"runs/{recipe_name(recipe)}-tinker").expanduser()
 
 
 async def _serve(
