@@ -142,7 +142,7 @@ def test_zzz_a_rank_of_another_node_that_is_killed_in_a_weight_sync_ends_the_rep
         front.pipe.send(Lose(phase, _rank_of(front).pid))
         failure, of_sender = _received(front.pipe)
         assert LOST in failure
-        assert ("lost receiver rank 1" in of_sender) == (phase == "transfer"), of_sender
+        assert ("lost receiver rank 2" in of_sender) == (phase == "transfer"), of_sender
         _assert_ended(front.engine)
 
 

@@ -105,6 +105,8 @@ from rl_algos.rollouts.worker.dialogue import Dialogue as Dialogue
 from rl_algos.rollouts.worker.judge_engine import EngineJudgeSpec as EngineJudgeSpec
 from rl_algos.rollouts.worker.opponents import OpponentSpec as OpponentSpec
 from rl_algos.rollouts.worker.program import REPLY_PROGRAM as REPLY_PROGRAM
+from rl_algos.rollouts.worker.programs import DEFAULT_PROGRAM as DEFAULT_PROGRAM
+from rl_algos.rollouts.worker.programs import PROGRAMS as PROGRAMS
 from rl_algos.rollouts.worker.programs import program_named as program_named
 from rl_algos.rollouts.worker.worker import RolloutWorker as RolloutWorker
 from rl_algos.rollouts.worker.worker import RolloutWorkerSpec as RolloutWorkerSpec

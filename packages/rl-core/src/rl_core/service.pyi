@@ -205,6 +205,8 @@ from rl_core.images import STORE_VARIABLE as STORE_VARIABLE
 from rl_core.images import ImageError as ImageError
 from rl_core.images import ImageRef as ImageRef
 from rl_core.images import ImageStore as ImageStore
+from rl_core.images import evenly as evenly
+from rl_core.images import frames_of as frames_of
 from rl_core.images import image_digests as image_digests
 from rl_core.images import image_refs as image_refs
 from rl_core.install_command import install_command as install_command
@@ -212,6 +214,7 @@ from rl_core.metrics import Metric as Metric
 from rl_core.metrics import combine as combine
 from rl_core.metrics import over_updates as over_updates
 from rl_core.metrics import results as results
+from rl_core.model import ADAPTER as ADAPTER
 from rl_core.model import COLLISION as COLLISION
 from rl_core.model import ENTROPY as ENTROPY
 from rl_core.model import HEADLESS_ROLES as HEADLESS_ROLES
@@ -552,6 +555,7 @@ from rl_core.torch.training.flops import ROW_LAYERS as ROW_LAYERS
 from rl_core.torch.training.flops import ModelShape as ModelShape
 from rl_core.torch.training.flops import attention_shapes as attention_shapes
 from rl_core.torch.training.flops import setting as setting
+from rl_core.torch.training.lora import ADAPTER_CONFIG as ADAPTER_CONFIG
 from rl_core.torch.training.lora import LORA_A as LORA_A
 from rl_core.torch.training.lora import LORA_B as LORA_B
 from rl_core.torch.training.lora import MAGNITUDE as MAGNITUDE
@@ -560,8 +564,10 @@ from rl_core.torch.training.lora import AdapterSize as AdapterSize
 from rl_core.torch.training.lora import InitialFactors as InitialFactors
 from rl_core.torch.training.lora import check_sizes as check_sizes
 from rl_core.torch.training.lora import ends_with as ends_with
+from rl_core.torch.training.lora import initial_down as initial_down
 from rl_core.torch.training.lora import is_adapted as is_adapted
 from rl_core.torch.training.lora import is_adapted_stack as is_adapted_stack
+from rl_core.torch.training.lora import is_of_part as is_of_part
 from rl_core.torch.training.lora import nothing_adapted as nothing_adapted
 from rl_core.torch.training.lora import peft_layers as peft_layers
 from rl_core.torch.training.lora import refused_by_peft as refused_by_peft
@@ -593,6 +599,18 @@ from rl_core.torch.transport.digest import read_digests as read_digests
 from rl_core.torch.transport.ends import receiver_bytes as receiver_bytes
 from rl_core.torch.transport.exchange import HeldPart as HeldPart
 from rl_core.torch.transport.exchange import Holdings as Holdings
+from rl_core.torch.vision.columns import AXES as AXES
+from rl_core.torch.vision.columns import COLUMN_PREFIX as COLUMN_PREFIX
+from rl_core.torch.vision.columns import FEATURES as FEATURES
+from rl_core.torch.vision.columns import ImageColumns as ImageColumns
+from rl_core.torch.vision.columns import ProcessedImages as ProcessedImages
+from rl_core.torch.vision.families import IMAGE_BLOCKS as IMAGE_BLOCKS
+from rl_core.torch.vision.families import PIXELS as PIXELS
+from rl_core.torch.vision.families import VISION_FAMILIES as VISION_FAMILIES
+from rl_core.torch.vision.families import WINDOW_BLOCKS as WINDOW_BLOCKS
+from rl_core.torch.vision.families import VisionFamily as VisionFamily
+from rl_core.torch.vision.families import as_computed as as_computed
+from rl_core.torch.vision.families import as_held as as_held
 from rl_core.tracing import spans as spans
 from rl_core.tracing.profiling import Profile as Profile
 from rl_core.tracing.profiling import ProfileOrder as ProfileOrder

@@ -17,7 +17,7 @@ from rl_core.images import IMAGES
 from rl_core.model_config import VisionConfig
 from rl_core.rollouts.generation import GenerationRequest
 from rl_core.torch.host_arrays import to_device
-from rl_core.torch.vision.columns import AXES, PREFIX, ImageColumns, ProcessedImages
+from rl_core.torch.vision.columns import AXES, COLUMN_PREFIX, ImageColumns, ProcessedImages
 from rl_core.torch.vision.families import PIXELS, VISION_FAMILIES, as_computed
 
 ShownRows = tuple[Mapping[str, Any], Sequence[np.ndarray] | None]
@@ -67,7 +67,7 @@ class PromptImages:
         if not columns:
             return {}, None
         names = self._family.columns
-        held = dict(zip(names, to_device([columns[PREFIX + name] for name in names], self._device), strict=True))
+        held = dict(zip(names, to_device([columns[COLUMN_PREFIX + name] for name in names], self._device), strict=True))
         held[PIXELS] = as_computed(held[PIXELS], self._compute)
         arguments: dict[str, Any] = {**self._family.arguments(held)}
         if self._family.type_ids:

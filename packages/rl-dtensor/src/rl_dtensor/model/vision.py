@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from rl_core.model_config import PartTraining, VisionConfig
 from rl_core.torch.host_arrays import to_device
-from rl_core.torch.vision.columns import AXES, FEATURES, PREFIX, ImageColumns, ProcessedImages
+from rl_core.torch.vision.columns import AXES, COLUMN_PREFIX, FEATURES, ImageColumns, ProcessedImages
 from rl_core.torch.vision.families import PIXELS, VISION_FAMILIES, VisionFamily, as_computed, as_held
 from rl_dtensor.model.layout import RowLayout
 from rl_dtensor.parallel.body import body_of
@@ -42,7 +42,7 @@ class Vision:
         arguments of the family."""
         rows = layout.rows
         if FEATURES in rows.columns:
-            pixels = {name: rows.columns[PREFIX + name] for name in self.family.columns}
+            pixels = {name: rows.columns[COLUMN_PREFIX + name] for name in self.family.columns}
         else:
             blank = dict(self.family.blank(hf.config))
             blank[PIXELS] = as_held(blank[PIXELS], self.compute)

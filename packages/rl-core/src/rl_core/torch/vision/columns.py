@@ -22,7 +22,7 @@ FEATURES = "image_features"
 AXES = "rope_axes"
 """Int64 `[tokens, 3]`: the places of each token in time, height and width, counted from the start of its row."""
 
-PREFIX = "images."
+COLUMN_PREFIX = "images."
 """Prefix of the columns of pixels, which have an entry for each image."""
 CACHE_BYTES = 2**30
 """Maximum number of bytes of processed images that a rank keeps in host memory. The rows of a group show the same
@@ -69,7 +69,9 @@ class ImageColumns:
             return {}
         tokens = np.concatenate(rows)
         is_image = tokens == self._token
-        columns = {PREFIX + name: np.concatenate([each[name] for each in images]) for name in self._family.columns}
+        columns = {
+            COLUMN_PREFIX + name: np.concatenate([each[name] for each in images]) for name in self._family.columns
+        }
         columns[FEATURES] = np.where(is_image, np.cumsum(is_image) - 1, -1)
         if self._family.has_axes:
             columns[AXES] = np.concatenate([axes_of(*each) for each in zip(rows, shown, strict=True)])
