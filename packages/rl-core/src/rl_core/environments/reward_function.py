@@ -222,7 +222,7 @@ class _RewardFunction:
             pairs = zip(conversations, logs, strict=True)
             given: list[list[dict[str, Any]]] = [[] for _ in conversations]
             rewards = self._called([arguments.of(each) | arguments.logs_of(log) for each, log in pairs], given)
-            infos = [
+            infos: list[Mapping[str, Any]] = [
                 merged_info(log.infos()[0], {VERDICTS: own} if own else {})
                 for log, own in zip(logs, given, strict=True)
             ]
