@@ -528,7 +528,7 @@ def _adapter_problems(lora: LoraConfig) -> Iterator[Problem]:
     if lora.max_adapters > 1 and not lora.enabled:
         remedy = "Set lora_cfg.enabled=true, or remove this key"
         yield Problem.unused("lora_cfg.max_adapters", "with lora_cfg.enabled=false", remedy=remedy)
-    others = {
+    others: dict[str, Any] = {
         "target_parameters": lora.target_parameters,
         "use_dora": lora.use_dora,
         "init": lora.init if lora.init != "default" else None,
@@ -538,10 +538,10 @@ def _adapter_problems(lora: LoraConfig) -> Iterator[Problem]:
         "rank_pattern": lora.rank_pattern,
         "alpha_pattern": lora.alpha_pattern,
     }
-    for name, got in others.items() if lora.enabled and lora.max_adapters > 1 else ():
-        if got:
+    for name, set_to in others.items() if lora.enabled and lora.max_adapters > 1 else ():
+        if set_to:
             reason = "cannot be combined with several adapters (max_adapters), which have only ranks and scales"
-            yield Problem(f"lora_cfg.{name}", reason, got=got, remedy="Remove this key, or set max_adapters=1")
+            yield Problem(f"lora_cfg.{name}", reason, got=set_to, remedy="Remove this key, or set max_adapters=1")
     if lora.base_quantization is not None and not lora.enabled:
         remedy = "Set lora_cfg.enabled=true, or remove this key"
         yield Problem.unused("lora_cfg.base_quantization", "with lora_cfg.enabled=false", remedy=remedy)

@@ -240,7 +240,7 @@ class _RewardFunction:
                 )
             # An empty reward does not apply to its row.
             rewards = [StepResult(reward={}) if reward is None else reward for reward in listed]
-            infos = log.infos()
+            infos = list(log.infos())
         results: list[StepResult | EnvironmentFailure] = []
         for reward, info in zip(rewards, infos, strict=True):
             if isinstance(reward, JudgeFailed):

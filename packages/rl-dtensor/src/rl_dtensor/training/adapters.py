@@ -110,5 +110,6 @@ class DTensorAdapters:
             set_scale(chunk.hf, place, scale)
 
     def _forget_state(self, place: int) -> None:
-        for parameter in self._named(place).values() if self._optimizer is not None else ():
-            self._optimizer.state.pop(parameter, None)
+        if self._optimizer is not None:
+            for parameter in self._named(place).values():
+                self._optimizer.state.pop(parameter, None)

@@ -7,11 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from rl_algos.requirement import LOSSES
 from rl_core.algorithm import Algorithm
 from rl_core.errors import ConfigError
 from rl_core.model import ModelSpec
 from rl_core.plugins import AlgorithmPlugin, ModelNeed
-from rl_launch.backends import LOSSES, backends_of
+from rl_launch.backends import backends_of
 from rl_launch.root_config import POLICY
 from rl_launch.run_config.plan import RunPlan
 from rl_launch.run_config.reading import read_plan

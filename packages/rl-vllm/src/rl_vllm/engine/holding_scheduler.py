@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from vllm.config import VllmConfig
+from vllm.config import LoRAConfig, VllmConfig
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -83,9 +83,10 @@ class HoldingScheduler(Scheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if self.lora_config is not None and self.lora_config.max_loras > 1:
+        adapters: LoRAConfig | None = self.vllm_config.lora_config
+        if adapters is not None and adapters.max_loras > 1:
             # One place is always taken by the adapters of the weight version, which a step may not need.
-            self.lora_config = copy(self.lora_config)
+            self.lora_config = copy(adapters)
             self.lora_config.max_loras -= 1
         self.drafts = DraftCounts(self.num_spec_tokens)
         self.num_sampled = self.num_steps = self.num_preempted = 0

@@ -333,8 +333,8 @@ def add_adapters(
             module: Any = hf.get_submodule(name)
             module.lora_magnitude_vector[ADAPTER] = Magnitude(module.lora_B[ADAPTER].out_features)
             module.lora_variant[ADAPTER] = Directions
-    several = None if config.max_adapters == 1 else SeveralAdapters(config.max_adapters)
-    for name in targets if several is not None else ():
+    several = SeveralAdapters(config.max_adapters)
+    for name in targets if config.max_adapters > 1 else ():
         module = hf.get_submodule(name)
         module.lora_variant[ADAPTER] = several
         for other in several.names[1:]:
@@ -369,7 +369,9 @@ def set_scale(hf: nn.Module, place: int, scale: float) -> None:
         scale: Factor of its products.
     """
     several = several_adapters(hf)
-    for module in hf.modules() if several is not None else ():
+    if several is None:
+        return
+    for module in hf.modules():
         if several in getattr(module, "lora_variant", {}).values():
             cast("Any", module).scaling[several.names[place]] = scale
 
