@@ -69,10 +69,12 @@ ASKED = {
     "ablations monitoring view": """
         tensorboard
     """,
+    "adding-an-algorithm runs-in-python": """
+        custom training loop
+    """,
     "adding-an-algorithm": """
         add a new algorithm
         custom loss function
-        custom training loop
     """,
     "agents": """
         langchain agent
@@ -133,11 +135,16 @@ ASKED = {
         train on a single 24GB gpu
         torchrun
         70B how many nodes
-        train on 2 gpus
         run on 4 gpus single node
         how many gpus for llama 70b
         minimum gpu memory for grpo
+    """,
+    "choosing-hardware models-on-gpus": """
+        train on 2 gpus
         can i use an rtx 4090
+    """,
+    "choosing-hardware optimizers": """
+        8-bit optimizer
     """,
     "choosing-hardware first-run": """
         can I run this on a macbook without gpu
@@ -196,9 +203,6 @@ ASKED = {
     """,
     "fp8": """
         fp8 training
-    """,
-    "fp8 backends-and-meshes choosing-hardware": """
-        8-bit optimizer
     """,
     "freezing": """
         freeze layers
@@ -311,7 +315,7 @@ ASKED = {
         write a reward function
         multi turn environment
     """,
-    "rewards-and-environments built-in-environments": """
+    "judges rewards-and-environments": """
         llm as a judge reward
     """,
     "runs-in-python": """

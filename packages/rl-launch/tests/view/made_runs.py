@@ -185,6 +185,26 @@ def add_profiles(folder: Path) -> None:
         (profiles / name).write_bytes(b"x" * 2048)
 
 
+def made_server(folder: Path) -> Path:
+    """Write the files of a server with two tenants."""
+    folder.mkdir(parents=True)
+    numbers = {
+        **dict.fromkeys(("models", "requests", "failed_requests", "queued", "trained_tokens", "sampled_tokens"), 2),
+        "waited_s": 3.5,
+        "oldest_queued_s": 1.5,
+        "queued_bytes": 10,
+        "storage_bytes": 4096,
+    }
+    lines = []
+    for step in range(5):
+        tenants = {"ada": {**numbers, "steps": step}, "bob": {**numbers, "steps": 2 * step}}
+        lines.append({"time": 1.7e9 + 10 * step, "steps": 3 * step, "tenants": tenants})
+    (folder / "tenants.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    status = {"time": 1.7e9 + 50, "base_model": "Qwen/Qwen3-8B", "tenants": lines[-1]["tenants"]}
+    (folder / "status.json").write_text(json.dumps(status))
+    return folder
+
+
 def made_evaluation(folder: Path, value: float) -> Path:
     """An evaluation of one task with four prompts."""
     folder.mkdir(parents=True)

@@ -1,7 +1,7 @@
 """Answers to the requests of a page."""
 
 import pytest
-from made_runs import add_step, made_evaluation, made_run, rollout
+from made_runs import add_step, made_evaluation, made_run, made_server, rollout
 
 from rl_core.errors import ConfigError, RLError, RunDirectoryError
 from rl_launch.view import logs, rollouts
@@ -127,6 +127,17 @@ def test_evaluations_are_compared(root):
     found = ask(root, "evaluations", first="evals/a", second="evals/b")
     assert [each["tasks"]["sums"]["estimates"]["mean"]["value"] for each in found["evaluations"]] == [0.0, 1.0]
     assert found["comparison"]["sums"]["num_better"] == 2
+
+
+def test_servers_are_listed_with_their_tenants(root):
+    made_server(root / "served")
+    (found,) = ask(root, "servers")["servers"]
+    assert (found["id"], found["base_model"], found["problem"]) == ("served", "Qwen/Qwen3-8B", "")
+    assert {each["name"]: each["steps"] for each in found["tenants"]} == {"ada": 4, "bob": 8}
+    assert [line["steps"] for line in found["over_time"]] == [{"ada": n, "bob": 2 * n} for n in range(5)]
+    (root / "served" / "status.json").write_text("{")
+    (found,) = ask(root, "servers")["servers"]
+    assert "cannot be read" in found["problem"]
 
 
 def test_a_log_is_followed_and_starts_over(root):

@@ -16,6 +16,7 @@ from made_runs import (
     group,
     made_evaluation,
     made_run,
+    made_server,
     rollout,
 )
 
@@ -44,6 +45,7 @@ def root(tmp_path_factory):
     made_run(folder / "two", 12, lr=0.002)
     made_evaluation(folder / "evals" / "a", 0.0)
     made_evaluation(folder / "evals" / "b", 1.0)
+    made_server(folder / "served")
     return folder
 
 
@@ -100,6 +102,7 @@ VIEWS = {
     "#/run/one/logs": HAS_TEXT.format("'replica 1 was lost'"),
     "#/run/one/checkpoints": HAS_TEXT.format("'no checkpoints'"),
     "#/evaluations?first=evals/a&second=evals/b": HAS_TEXT.format("'2 / 0'"),
+    "#/servers": "document.querySelectorAll('tbody tr').length === 2",
     "#/run/evals%2Fa/rollouts?kind=evaluation": "document.querySelectorAll('tbody tr').length === 4",
 }
 

@@ -12,13 +12,8 @@ from typing import Any
 from rl_core.config import Config
 from rl_launch.run_session.config import LoggerConfig
 from rl_launch.run_session.directory.run_state import Labels
+from rl_launch.run_session.directory.served import STATUS, TENANTS
 from rl_launch.run_session.tracking.writers import MetricWriters, open_writers
-
-FILE = "tenants.jsonl"
-"""File in the run directory; each line has a time and the numbers of all tenants."""
-
-STATUS = "status.json"
-"""File in the run directory with the newest numbers, replaced as a whole."""
 
 PERIOD_S = 10.0
 
@@ -41,7 +36,7 @@ class TenantRecords:
 
     def _last_step(self) -> int:
         try:
-            lines = (self._folder / FILE).read_text(encoding="utf-8").splitlines()
+            lines = (self._folder / TENANTS).read_text(encoding="utf-8").splitlines()
             return int(json.loads(lines[-1])["steps"])
         except (OSError, ValueError, IndexError, KeyError):
             return 0
@@ -66,9 +61,9 @@ class TenantRecords:
         new.write_text(json.dumps({"time": time.time(), **status}), encoding="utf-8")
         new.replace(self._folder / STATUS)
         steps = sum(numbers["steps"] for numbers in status["tenants"].values())
-        if steps == self._step and (self._folder / FILE).exists():
+        if steps == self._step and (self._folder / TENANTS).exists():
             return
-        with (self._folder / FILE).open("a", encoding="utf-8") as file:
+        with (self._folder / TENANTS).open("a", encoding="utf-8") as file:
             file.write(json.dumps({"time": time.time(), "steps": steps, "tenants": status["tenants"]}) + "\n")
         self._step = steps
         named = {

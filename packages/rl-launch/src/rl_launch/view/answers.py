@@ -17,6 +17,7 @@ from rl_launch.evaluation.result import EvaluationResult, compare_results
 from rl_launch.run_session.directory.recording import read_origins
 from rl_launch.run_session.directory.remedies import command_to_go_on
 from rl_launch.run_session.directory.run_folder import CONFIG, RunFolder, timings_of
+from rl_launch.run_session.directory.served import read_status, steps_over_time
 from rl_launch.show.advice import acted, advice
 from rl_launch.show.comparison import differing_keys, effective_values
 from rl_launch.show.report import failures_of, higher_is_better
@@ -30,6 +31,7 @@ Answer = dict[str, Any]
 
 _MAX_POINTS = 1500
 _MAX_DIFFERING = 40
+_MAX_SERVER_LINES = 400
 _GAUGES = ("generation/replicas", "weight_version", "staleness/mean", "queue/finished", "rollout/failed")
 
 
@@ -201,6 +203,22 @@ def evaluations(catalog: PageCatalog, given: Parameters) -> Answer:
     return {"evaluations": found, "comparison": comparison}
 
 
+def servers(catalog: PageCatalog, given: Parameters) -> Answer:
+    """Answer with the servers of training steps: the numbers of each tenant now, and its optimizer steps over time."""
+    found: list[Answer] = []
+    for entry in (each for each in catalog.entries() if each.sort == "server"):
+        try:
+            status = read_status(entry.path)
+        except RunDirectoryError as error:
+            found.append({"id": entry.id, "time": 0, "base_model": "", "tenants": [], "problem": str(error)})
+            continue
+        tenants = [{"name": name, **numbers} for name, numbers in status["tenants"].items()]
+        over_time = steps_over_time(entry.path, _MAX_SERVER_LINES)
+        answer = {"id": entry.id, "time": status["time"], "base_model": status["base_model"], "problem": ""}
+        found.append({**answer, "tenants": tenants, "over_time": over_time})
+    return {"servers": found}
+
+
 ANSWERS: Mapping[str, Callable[[PageCatalog, Parameters], Answer]] = {
     "runs": runs,
     "run": run,
@@ -218,5 +236,6 @@ ANSWERS: Mapping[str, Callable[[PageCatalog, Parameters], Answer]] = {
     "logs": logs.log_list,
     "log": logs.log,
     "evaluations": evaluations,
+    "servers": servers,
 }
 """Functions by the name of the request."""

@@ -1,11 +1,11 @@
-"""The runs, evaluations and files of rollouts that a page shows, each with an id for requests."""
+"""The runs, evaluations, servers and files of rollouts that a page shows, each with an id for requests."""
 
 from __future__ import annotations
 
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
@@ -13,10 +13,11 @@ from typing import Literal
 from rl_core.errors import RunDirectoryError
 from rl_launch.evaluation.folder import RESULT, is_evaluation
 from rl_launch.run_session.directory.run_folder import RunFolder, find_runs, is_run
+from rl_launch.run_session.directory.served import is_served
 from rl_launch.view.index import RolloutIndex, RunRollouts, SingleFile
 from rl_launch.view.metrics import FollowedMetrics
 
-Sort = Literal["run", "evaluation", "file"]
+Sort = Literal["run", "evaluation", "server", "file"]
 
 ROLLOUTS = "rollouts.jsonl"
 """Rollouts of an evaluation."""
@@ -56,7 +57,7 @@ class CatalogEntry:
     @cached_property
     def source(self) -> RunRollouts | SingleFile:
         """Its files of rollouts."""
-        if self.sort == "run":
+        if self.sort in ("run", "server"):
             return RunRollouts(self.path / "rollouts")
         return SingleFile(self.path / ROLLOUTS if self.sort == "evaluation" else self.path, self.sort)
 
@@ -136,7 +137,8 @@ class PageCatalog:
             found: list[tuple[Path, Sort]] = [(root, "file")]
             if not root.is_file():
                 found = [(run.path, "run") for run in find_runs(root)]
-                found += [(path, "evaluation") for path in sorted(_evaluations_below(root, _MAX_DEPTH))]
+                found += [(path, "evaluation") for path in sorted(_below(root, _MAX_DEPTH, _is_evaluation))]
+                found += [(path, "server") for path in sorted(_below(root, _MAX_DEPTH, is_served))]
             for path, sort in found:
                 below = os.path.relpath(path, root)
                 whole = root.absolute().name
@@ -149,8 +151,13 @@ class PageCatalog:
                 yield unique, path, sort
 
 
-def _evaluations_below(folder: Path, depth: int) -> Iterator[Path]:
-    if is_evaluation(folder) or (folder / RESULT).is_file():
+def _is_evaluation(folder: Path) -> bool:
+    return is_evaluation(folder) or (folder / RESULT).is_file()
+
+
+def _below(folder: Path, depth: int, is_one: Callable[[Path], bool]) -> Iterator[Path]:
+    """Yield the folders of a kind, which are not looked for within one another or within runs."""
+    if is_one(folder):
         yield folder
     elif depth and not is_run(folder):
         try:
@@ -158,4 +165,4 @@ def _evaluations_below(folder: Path, depth: int) -> Iterator[Path]:
         except PermissionError:
             return
         for path in below:
-            yield from _evaluations_below(path, depth - 1)
+            yield from _below(path, depth - 1, is_one)

@@ -54,7 +54,7 @@ def export(catalog: PageCatalog, folder: Path, *, steps: int = 8, rollouts: int 
         shown[entry.id] = {kind: chosen(entry.steps(kind), steps) for kind in entry.source.kinds}
         traced = timelines.traced_steps(entry.path) if entry.sort == "run" else []
         shown[entry.id]["spans"] = chosen(traced, steps)
-    requests: list[tuple[str, Mapping[str, Any]]] = [("runs", {}), ("evaluations", {})]
+    requests: list[tuple[str, Mapping[str, Any]]] = [("runs", {}), ("evaluations", {}), ("servers", {})]
     requests += [each for entry in catalog.entries() for each in _requests(entry, catalog, shown, rollouts, tokens)]
     names: dict[str, str] = {}
     num_rollouts = 0

@@ -51,7 +51,7 @@ _HEARTBEAT_S = 15.0
 _MAX_PARAMETERS = 200
 _FILES = (
     *("metrics.jsonl", "state.json", "run.json", "rollouts", "checkpoints", "logs/driver.log", "traces", "profiles"),
-    *("rollouts.jsonl", "eval.json"),
+    *("rollouts.jsonl", "eval.json", "status.json"),
 )
 """Files and folders of an entry whose changes a page shows. A page that shows another log asks for it by itself."""
 

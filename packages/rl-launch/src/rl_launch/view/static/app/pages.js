@@ -1,5 +1,5 @@
 'use strict';
-// Evaluations and their comparison.
+// Evaluations and their comparison, and servers of training steps with their tenants.
 (() => {
   const { html } = RlView;
   const interval = (estimate) => (estimate ? html`<b>${RlView.number(estimate.value)}</b> <span class="muted">${RlView.number(estimate.low)} to ${RlView.number(estimate.high)}</span>` : '');
@@ -31,4 +31,40 @@
   const Comparison = ({ comparison }) => html`<div class="table-frame"><table><thead><tr><th>task</th><th class="number">first</th><th class="number">second</th><th class="number">difference</th><th class="number">p</th><th class="number">better / worse</th><th class="number">prompts</th></tr></thead>
     <tbody>${Object.entries(comparison).map(([task, each]) => html`<tr><th scope="row">${task}</th><td class="number">${RlView.number(each.first)}</td><td class="number">${RlView.number(each.second)}</td><td class=${`number ${each.is_significant ? (each.difference.value > 0 ? 'up' : 'down') : ''}`}>${interval(each.difference)}</td><td class="number">${RlView.number(each.p_value)}</td><td class="number">${each.num_better} / ${each.num_worse}</td><td class="number">${each.num_prompts}</td></tr>`)}</tbody></table></div>
     <p class="muted">Colours mark differences that are significant at the confidence of the first evaluation.</p>`;
+
+  // A server writes its numbers every ten seconds.
+  const SILENT_S = 60;
+  const count = (name, title) => ({ name, title, isNumber: true, value: (each) => each[name], cell: (each) => RlView.number(each[name]) });
+  const TENANT = [
+    { name: 'name', title: 'tenant', className: 'name', cell: (each) => each.name, value: (each) => each.name },
+    count('models', 'models'), count('steps', 'steps'), count('trained_tokens', 'trained tokens'), count('sampled_tokens', 'sampled tokens'),
+    count('requests', 'requests'), count('failed_requests', 'failed'), count('queued', 'waiting'),
+    { name: 'oldest_queued_s', title: 'oldest waits', isNumber: true, value: (each) => each.oldest_queued_s, cell: (each) => (each.queued ? RlView.duration(each.oldest_queued_s) : '') },
+    { name: 'waited_s', title: 'waited in all', isNumber: true, value: (each) => each.waited_s, cell: (each) => RlView.duration(each.waited_s) },
+    { name: 'storage_bytes', title: 'checkpoints', isNumber: true, value: (each) => each.storage_bytes, cell: (each) => RlView.bytes(each.storage_bytes) },
+  ];
+  RlView.ServersPage = ({ query }) => {
+    const live = RlView.useLive();
+    const { answer, problem } = RlView.useAnswer('servers', {}, live.list);
+    if (problem && !answer) return html`<${RlView.Problem} text=${problem} />`;
+    if (!answer) return html`<${RlView.Empty}>Reading servers…</${RlView.Empty}>`;
+    if (!answer.servers.length) return html`<section class="panel"><${RlView.Empty}>There are no servers in this folder. rl serve tinker makes them; pass their run directories to rl view.</${RlView.Empty}></section>`;
+    const sort = query.get('sort') ?? '';
+    return answer.servers.map((server) => html`<section class="panel" key=${server.id}>
+      <h2>${server.id} <span class="muted">${RlView.shortModel(server.base_model)}</span> ${!server.problem && html`<span class=${Date.now() / 1000 - server.time > SILENT_S ? 'warn' : 'muted'}>numbers of ${RlView.age(server.time * 1000)}</span>`}</h2>
+      ${server.problem ? html`<${RlView.Problem} text=${server.problem} />` : html`<${RlView.Table} label=${`tenants of ${server.id}`} columns=${TENANT} rows=${RlView.sorted(server.tenants, TENANT, sort)} sort=${sort} onSort=${(next) => RlView.setQuery({ sort: next })} keyOf=${(each) => each.name} />
+        <${StepsOverTime} lines=${server.over_time} />`}</section>`);
+  };
+  const WIDTH = 720, HEIGHT = 120;
+  const StepsOverTime = ({ lines }) => {
+    if (lines.length < 2) return null;
+    const first = lines[0].time, span = lines.at(-1).time - first || 1;
+    const names = [...new Set(lines.flatMap((line) => Object.keys(line.steps)))].sort();
+    const most = Math.max(1, ...lines.flatMap((line) => Object.values(line.steps)));
+    const path = (name) => lines.filter((line) => name in line.steps).map((line, at) => `${at ? 'L' : 'M'}${(((line.time - first) / span) * WIDTH).toFixed(1)},${(HEIGHT - (line.steps[name] / most) * HEIGHT).toFixed(1)}`).join('');
+    return html`<figure><svg viewBox=${`0 0 ${WIDTH} ${HEIGHT}`} role="img" aria-label=${`steps of ${names.join(', ')} over ${RlView.duration(span)}`} style=${{ width: '100%', height: `${HEIGHT}px` }} preserveAspectRatio="none">
+      ${names.map((name, at) => html`<path d=${path(name)} fill="none" stroke=${RlView.COLORS[at % RlView.COLORS.length]} stroke-width="1.5" vector-effect="non-scaling-stroke"><title>${name}</title></path>`)}</svg>
+      <ul class="legend">${names.map((name, at) => html`<li><i style=${{ background: RlView.COLORS[at % RlView.COLORS.length] }}></i>${name}</li>`)}</ul>
+      <figcaption class="muted">optimizer steps, up to ${RlView.number(most)}, over ${RlView.duration(span)}</figcaption></figure>`;
+  };
 })();
