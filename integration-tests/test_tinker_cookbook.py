@@ -69,7 +69,7 @@ def served(tmp_path_factory) -> Iterator[tuple[Path, dict[str, str]]]:
     command = [
         *(str(Path(sys.executable).with_name("rl")), "serve", "tinker", "grpo-arithmetic", "tinker.port=0"),
         *(f"policy.model_name={folder / MODEL}", f"tinker.base_model={MODEL}", f"run_dir={folder / 'run'}"),
-        *("policy.max_total_sequence_length=1024", "policy.lora_cfg.max_adapters=2", "policy.lora_cfg.dim=32"),
+        *("policy.max_total_sequence_length=2048", "policy.lora_cfg.max_adapters=2", "policy.lora_cfg.dim=32"),
         *("cluster.cpu_ranks_per_node=2", "cluster.process_timeout_s=1200", "policy.train_micro_batch_size=8"),
     ]
     log = (folder / "server.log").open("w")
