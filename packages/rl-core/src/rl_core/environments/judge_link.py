@@ -109,7 +109,7 @@ class AskedJudge:
         return float(await self._verdict(Question(tuple(messages))))
 
     async def _verdict(self, question: Question) -> Any:
-        record: dict[str, Any] = {"judge": self._name, "question": question.digest}
+        record: dict[str, Any] = {"judge": self._name}
         # Records are in the order of the questions, and not of their answers.
         given = GIVEN.get()
         if given is not None:
@@ -118,8 +118,8 @@ class AskedJudge:
             value, is_cached = await self._link.ask(self._name, question)
         except BaseException:
             if given is not None:
-                given.remove(record)
+                given[:] = [each for each in given if each is not record]
             raise
         answer = "" if self._gives_scores else json.dumps(value)
-        record.update(answer=answer, value=value, cached=is_cached)
+        record.update(question=question.digest, answer=answer, value=value, cached=is_cached)
         return value
