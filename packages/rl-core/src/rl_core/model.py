@@ -368,6 +368,11 @@ class AdapterSettings:
     seed: int = 0
     parts: tuple[AdaptedPart, ...] = ("attention", "mlp")
 
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> AdapterSettings:
+        """Return the settings with these values, as JSON or a checkpoint keeps them."""
+        return cls(**{**fields, "parts": tuple(fields["parts"])})
+
     def __post_init__(self) -> None:
         if self.rank < 1:
             raise ValueError(f"the rank of an adapter must be at least 1, got {self.rank}")

@@ -69,7 +69,7 @@ def build_parts(
         policy,
         model.weights,
         None if inner is None else DTensorOptimizer(inner, model, lambda: grad_norm(model, mesh)),
-        DTensorState(model, inner, mesh),
+        DTensorState(model, inner, mesh, adapters),
         DTensorResidency(model, inner, mesh.kind, resident_head),
         head_parts,
         None if model.memory is None else policy.plan_step,

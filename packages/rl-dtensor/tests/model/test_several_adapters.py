@@ -19,7 +19,7 @@ from rl_core.testing.exhaustive import partly_exhaustive
 from rl_core.testing.model_worker import make_batch
 from rl_dtensor.selfcheck import MESHES
 
-ADAMW = OptimizerConfig(name="torch.optim.AdamW", kwargs={"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-3})
+ADAMW = OptimizerConfig(name="torch.optim.AdamW", kwargs={"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-2})
 SETTINGS = {
     0: AdapterSettings(rank=4, alpha=8, seed=1),
     1: AdapterSettings(rank=2, alpha=4, seed=2),
@@ -197,6 +197,24 @@ def test_an_adapter_goes_on_in_another_place_and_on_another_mesh(ranks, folder, 
         model.apply(StepSettings(lr=RATES[1]), adapter=3)
         fresh = exported(model, 3, tmp_path / "fresh")
     assert any((fresh[name] - value).abs().max() > 1e-4 for name, value in expected.items())
+
+
+def test_a_checkpoint_of_the_model_has_all_adapters_with_their_scales(ranks, folder, tmp_path):
+    with open_model(ranks, folder, "fsdp2", several()) as model:
+        for place, settings in SETTINGS.items():
+            model.call("adapters.make", place, settings)
+        train(model, list(SETTINGS), steps=2)
+        model.save(str(tmp_path / "checkpoint"))
+        files = model.finish_save()
+        train(model, list(SETTINGS), steps=1)
+        expected = {place: exported(model, place, tmp_path / f"expected-{place}") for place in SETTINGS}
+    with open_model(ranks, folder, "fsdp2", several()) as model:
+        model.load(str(tmp_path / "checkpoint"), files=files)
+        train(model, list(SETTINGS), steps=1)
+        for place, settings in SETTINGS.items():
+            assert_close(exported(model, place, tmp_path / f"found-{place}"), expected[place], 0.0)
+            described = json.loads((tmp_path / f"found-{place}" / "adapter_config.json").read_text())
+            assert described["r"] == settings.rank
 
 
 def test_peft_gives_the_logprobs_of_each_adapter(ranks, folder, tmp_path):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +39,18 @@ class DTensorAdapters:
     Attributes:
         count: Number of places.
         max_rank: Largest rank of an adapter.
+        settings: Settings of the adapters that were made or restored, by their places.
     """
 
     def __init__(self, model: ShardedModel, optimizer: Optimizer | None, config: LoraConfig, mesh: DTensorMesh) -> None:
         self.count, self.max_rank = config.max_adapters, config.dim
+        self.settings: dict[int, AdapterSettings] = {}
         self._model, self._optimizer, self._config, self._mesh = model, optimizer, config, mesh
+
+    def describe(self, settings: Mapping[int, AdapterSettings]) -> None:
+        """Give the adapters these settings, without a change of their factors."""
+        for place in range(self.count):
+            self._describe(place, settings.get(place))
 
     def make(self, place: int, settings: AdapterSettings) -> None:
         """Put a new adapter into a place."""
@@ -54,7 +61,7 @@ class DTensorAdapters:
                 rank = settings.rank
                 down[:rank] = initial_down(weight, (rank, *adapter.down.shape[1:]), settings.seed)
             set_factors(adapter, down, up)
-        self._scale(place, settings)
+        self._describe(place, settings)
         self._forget_state(place)
 
     def tensors(self, place: int) -> dict[str, Any]:
@@ -78,7 +85,7 @@ class DTensorAdapters:
             of_state = {key: each for key, each in stored.items() if STATE in key}
             saved = saved_state(of_state, lambda key: named.get(key.rpartition(STATE)[0]), self._optimizer)
         read_tensors(path, state | saved, group=self._mesh.control)
-        self._scale(place, settings)
+        self._describe(place, settings)
         self._forget_state(place)
         for key, value in saved.items():
             name, _, state_key = key.rpartition(STATE)
@@ -104,7 +111,10 @@ class DTensorAdapters:
                 found[layer + suffix] = factor
         return found
 
-    def _scale(self, place: int, settings: AdapterSettings | None) -> None:
+    def _describe(self, place: int, settings: AdapterSettings | None) -> None:
+        self.settings.pop(place, None)
+        if settings is not None:
+            self.settings[place] = settings
         scale = self._config.scale if settings is None else settings.alpha / settings.rank
         for chunk in self._model.chunks:
             set_scale(chunk.hf, place, scale)

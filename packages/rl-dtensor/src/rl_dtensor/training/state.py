@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -14,7 +15,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.optim import Optimizer
 
 from rl_core.devices import Device
-from rl_core.model import ModelPart
+from rl_core.model import AdapterSettings, ModelPart
 from rl_core.torch.optim.adamw import sharded_like
 from rl_core.torch.optim.optimizer import counts_on_device
 from rl_core.torch.residency import Residency
@@ -22,6 +23,9 @@ from rl_core.torch.training.checkpoint_files import SHARDS, KeptSavePlanner, rea
 from rl_dtensor.model.model import ShardedModel
 from rl_dtensor.parallel.fsdp import local
 from rl_dtensor.parallel.mesh import DTensorMesh
+
+if TYPE_CHECKING:
+    from rl_dtensor.training.adapters import DTensorAdapters
 
 MODEL_PREFIX = "model/"
 OPTIMIZER_PREFIX = "optimizer/"
@@ -49,12 +53,15 @@ class DTensorState:
 
     Args:
         optimizer: None if the model does not train.
+        adapters: Several adapters of the model, whose settings belong to a checkpoint; None without several.
     """
 
     save_planner = KeptSavePlanner  # It is torch's own, which takes DTensors.
 
-    def __init__(self, model: Sharded, optimizer: Optimizer | None, mesh: DTensorMesh) -> None:
-        self._model = model
+    def __init__(
+        self, model: Sharded, optimizer: Optimizer | None, mesh: DTensorMesh, adapters: DTensorAdapters | None = None
+    ) -> None:
+        self._model, self._adapters = model, adapters
         self._weights = model.state()
         self._optimizer = optimizer
         self._mesh = mesh
@@ -69,8 +76,10 @@ class DTensorState:
         return _host_copies(tensors) if copies else tensors
 
     def description(self) -> dict[str, Any]:
-        """Return nothing: the shards describe themselves."""
-        return {}
+        """Return the settings of several adapters; the shards describe themselves."""
+        if self._adapters is None:
+            return {}
+        return {"adapters": {place: asdict(each) for place, each in self._adapters.settings.items()}}
 
     def restore(self, path: Path, description: Mapping[str, Any]) -> None:
         """Read parameters and optimizer state into place; collective."""
@@ -84,6 +93,9 @@ class DTensorState:
             for key in saved:
                 name, _, state_key = key.removeprefix(OPTIMIZER_PREFIX).rpartition("/")
                 optimizer.state[self._weights[name]][state_key] = state[key]
+        if self._adapters is not None:
+            settings = description.get("adapters", {})
+            self._adapters.describe({place: AdapterSettings.of(each) for place, each in settings.items()})
 
     def weights(self) -> dict[str, Any]:
         """Return the tensors of the model's `state` by name, in host memory."""

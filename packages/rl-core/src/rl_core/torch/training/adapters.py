@@ -76,7 +76,6 @@ class WorkerAdapters:
     ) -> None:
         self._adapters, self._steps, self._export = adapters, steps, export
         self._residency, self._mesh = residency, mesh
-        self._settings: dict[int, AdapterSettings] = {}
 
     def make(self, place: int, settings: AdapterSettings) -> None:
         """Put a new adapter into a place.
@@ -90,14 +89,13 @@ class WorkerAdapters:
                 f"an adapter of rank {settings.rank} does not fit a model with lora_cfg.dim={self._adapters.max_rank}"
             )
         self._adapters.make(place, settings)
-        self._settings[place] = settings
 
     def save(self, place: int, path: str) -> tuple[SavedFile, ...]:
         """Write the factors and the optimizer state of an adapter; returns the files of this rank."""
         self._require(place)
         folder = Path(path)
         on_rank0(self._mesh.control, lambda: (folder / SHARDS).mkdir(parents=True))
-        settings = self._settings.get(place)
+        settings = self._adapters.settings.get(place)
         files = {}
         if self._mesh.rank == 0:
             files[SETTINGS] = json.dumps(None if settings is None else asdict(settings)).encode()
@@ -115,16 +113,13 @@ class WorkerAdapters:
         if not described.is_file():
             raise ValueError(f"there is no saved adapter at {path}: {SETTINGS} is missing")
         fields = json.loads(described.read_text(encoding="utf-8"))
-        settings = None if fields is None else AdapterSettings(**{**fields, "parts": tuple(fields["parts"])})
+        settings = None if fields is None else AdapterSettings.of(fields)
         self._adapters.restore(place, Path(path), settings, with_optimizer=with_optimizer)
-        self._settings.pop(place, None)
-        if settings is not None:
-            self._settings[place] = settings
 
     def export(self, place: int, path: str) -> tuple[SavedFile, ...]:
         """Write an adapter for peft."""
         self._require(place)
-        self._export.write(Path(path), self._adapters.factors(place), self._settings.get(place))
+        self._export.write(Path(path), self._adapters.factors(place), self._adapters.settings.get(place))
         return exported_files(Path(path), self._mesh.control)
 
     def _begin(self, place: int) -> None:

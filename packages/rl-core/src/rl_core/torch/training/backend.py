@@ -338,6 +338,10 @@ class RankAdapters(Protocol):
     def max_rank(self) -> int:
         """Largest rank of an adapter."""
 
+    @property
+    def settings(self) -> Mapping[int, AdapterSettings]:
+        """Settings of the adapters that were made or restored, by their places; the others have those of the config."""
+
     def make(self, place: int, settings: AdapterSettings) -> None:
         """Put a new adapter into a place, with an empty optimizer state."""
 
