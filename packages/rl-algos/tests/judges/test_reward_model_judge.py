@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from chat_tokenizers import FAMILIES, tokenizer_of
+from pydantic import create_model
 
 from rl_algos.grpo.estimators import reads_turns
 from rl_algos.grpo.plugin import grpo_section
@@ -17,6 +18,7 @@ from rl_algos.judges.reward_model import JudgeTokenizer, RewardModelJudge, rewar
 from rl_algos.judges.rubrics import Rubric
 from rl_algos.preference.data import encode_response
 from rl_algos.rollouts.plugin import judge_models
+from rl_core.config import Config
 from rl_core.data.batch import TOKENS, Batch
 from rl_core.environments.config import EnvironmentConfig, JudgedRewardConfig
 from rl_core.errors import ConfigError
@@ -255,7 +257,8 @@ def test_rewards_of_turns_that_are_only_summed_are_refused(each):
 
 def test_keys_of_a_reward_model_without_effect_are_refused():
     def problems(each, **fields):
-        env = {"chat": EnvironmentConfig(rewards={"good": JudgedRewardConfig(judge="helpful", each=each)})}
+        chat = EnvironmentConfig(rewards={"good": JudgedRewardConfig(judge="helpful", each=each)})
+        env = create_model("Environments", __base__=Config, chat=(EnvironmentConfig, chat))()
         config = SimpleNamespace(env=env, judges={"helpful": settings(**fields)})
         return [problem.key for problem in judge_problems(config)]
 
