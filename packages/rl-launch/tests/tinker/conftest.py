@@ -1,8 +1,9 @@
 """A server in a thread of its own, and clients of the published package that call it."""
 
 import asyncio
+import logging
 import threading
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
 import pytest
 import tinker
@@ -10,6 +11,10 @@ from bigram_host import END, hosting
 
 from rl_launch.root_config import TinkerConfig
 from rl_launch.tinker.server import TinkerServer
+
+# Clients whose server is gone go on in threads of their own, and would write into the output of other tests.
+logging.getLogger("tinker").propagate = False
+logging.getLogger("tinker").addHandler(logging.NullHandler())
 
 
 class Served:
@@ -22,7 +27,7 @@ class Served:
     """
 
     def __init__(self, folder, hosts, make, config):
-        self.hosts = hosts
+        self.hosts, self.clients = hosts, []
 
         @contextmanager
         def kept():
@@ -40,9 +45,14 @@ class Served:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(60)
 
     def client(self, key="tml-test", **settings):
-        return tinker.ServiceClient(base_url=self.url, api_key=key, **settings)
+        made = tinker.ServiceClient(base_url=self.url, api_key=key, **settings)
+        self.clients.append(made)
+        return made
 
     def close(self):
+        for client in self.clients:
+            with suppress(Exception):  # a test may have ended the server's session, or the server
+                client.close("success").result(timeout=10)
         self.run(self.server.close())
         self._loop.call_soon_threadsafe(self._loop.stop)
 
