@@ -7,6 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+
+pytest.importorskip("torch", reason="it counts tensors: run it in an environment with the backends (--group cpu)")
+
 from planned_ranks import trained_bytes
 
 from rl_algos.tiny_model import make_tiny_model
