@@ -21,6 +21,7 @@ from rl_core.torch.rows import no_images as no_images
 from rl_core.torch.rows import padded as padded
 from rl_core.torch.training.backend import Microbatch as Microbatch
 from rl_core.torch.training.backend import Pass as Pass
+from rl_core.torch.training.backend import RankAdapters as RankAdapters
 from rl_core.torch.training.backend import RankMesh as RankMesh
 from rl_core.torch.training.backend import RankModel as RankModel
 from rl_core.torch.training.backend import RankOptimizer as RankOptimizer

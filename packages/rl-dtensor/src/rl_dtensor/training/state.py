@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -19,13 +19,11 @@ from rl_core.model import AdapterSettings, ModelPart
 from rl_core.torch.optim.adamw import sharded_like
 from rl_core.torch.optim.optimizer import counts_on_device
 from rl_core.torch.residency import Residency
+from rl_core.torch.training.backend import RankAdapters
 from rl_core.torch.training.checkpoint_files import SHARDS, KeptSavePlanner, read_tensors
 from rl_dtensor.model.model import ShardedModel
 from rl_dtensor.parallel.fsdp import local
 from rl_dtensor.parallel.mesh import DTensorMesh
-
-if TYPE_CHECKING:
-    from rl_dtensor.training.adapters import DTensorAdapters
 
 MODEL_PREFIX = "model/"
 OPTIMIZER_PREFIX = "optimizer/"
@@ -59,7 +57,7 @@ class DTensorState:
     save_planner = KeptSavePlanner  # It is torch's own, which takes DTensors.
 
     def __init__(
-        self, model: Sharded, optimizer: Optimizer | None, mesh: DTensorMesh, adapters: DTensorAdapters | None = None
+        self, model: Sharded, optimizer: Optimizer | None, mesh: DTensorMesh, adapters: RankAdapters | None = None
     ) -> None:
         self._model, self._adapters = model, adapters
         self._weights = model.state()

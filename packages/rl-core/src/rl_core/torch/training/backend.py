@@ -342,6 +342,9 @@ class RankAdapters(Protocol):
     def settings(self) -> Mapping[int, AdapterSettings]:
         """Settings of the adapters that were made or restored, by their places; the others have those of the config."""
 
+    def describe(self, settings: Mapping[int, AdapterSettings]) -> None:
+        """Give the adapters these settings, by place, without a change of their factors."""
+
     def make(self, place: int, settings: AdapterSettings) -> None:
         """Put a new adapter into a place, with an empty optimizer state."""
 
