@@ -543,6 +543,7 @@ from rl_core.torch.rows import zigzag_tokens as zigzag_tokens
 from rl_core.torch.training.backend import HeadParts as HeadParts
 from rl_core.torch.training.backend import Microbatch as Microbatch
 from rl_core.torch.training.backend import Pass as Pass
+from rl_core.torch.training.backend import RankAdapters as RankAdapters
 from rl_core.torch.training.backend import TrainingParts as TrainingParts
 from rl_core.torch.training.checkpoint_files import SHARDS as SHARDS
 from rl_core.torch.training.checkpoint_files import KeptSavePlanner as KeptSavePlanner
