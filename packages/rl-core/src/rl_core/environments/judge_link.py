@@ -38,8 +38,9 @@ class JudgeLink:
         self._waiting: dict[int, asyncio.Future[Any]] = {}
 
     def begin(self) -> None:
-        """Note that a call of `step` begins."""
+        """Note that a call of `step` begins; what earlier calls have left waiting is cancelled."""
         self._call += 1
+        self._forget()
 
     async def ask(self, judge: str, question: Question) -> tuple[Any, bool]:
         """Return the verdict of a judge, and whether nobody had to be asked.
@@ -51,8 +52,11 @@ class JudgeLink:
         import asyncio
 
         loop = asyncio.get_running_loop()
-        if any(each.get_loop() is not loop for each in self._waiting.values()):
+        others = {each.get_loop() for each in self._waiting.values()} - {loop}
+        if any(each.is_running() for each in others):
             raise RuntimeError("judges are asked from one event loop at a time; await them in the reward function")
+        if others:  # A function has ended without waiting for all of its questions, such as when one of them failed.
+            self._forget()
         self._number += 1
         data = write_ask(Ask(self._call, self._number, judge, question))
         if not self._waiting:
@@ -64,9 +68,16 @@ class JudgeLink:
             value, is_cached = await answer
             return value, is_cached
         finally:
-            del self._waiting[number]
-            if not self._waiting:
+            if self._waiting.pop(number, None) is not None and not self._waiting:
                 loop.remove_reader(self._connection)
+
+    def _forget(self) -> None:
+        for answer in self._waiting.values():
+            loop = answer.get_loop()
+            if not loop.is_closed():
+                loop.remove_reader(self._connection)
+                answer.cancel()
+        self._waiting.clear()
 
     def _read(self) -> None:
         match self._receive():
