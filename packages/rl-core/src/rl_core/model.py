@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
 
@@ -378,8 +378,9 @@ class AdapterSettings:
             raise ValueError(f"the rank of an adapter must be at least 1, got {self.rank}")
         if self.alpha <= 0:
             raise ValueError(f"the alpha of an adapter must be above 0, got {self.alpha}")
-        if not self.parts:
-            raise ValueError("an adapter needs at least one part to adapt: attention or mlp")
+        known = get_args(AdaptedPart)
+        if not self.parts or set(self.parts) - set(known):
+            raise ValueError(f"the parts of an adapter are some of {', '.join(known)}, got {self.parts}")
 
 
 class Adapters(Protocol):
@@ -555,11 +556,7 @@ class Model(Saved, Protocol):
 
     @property
     def adapters(self) -> Adapters:
-        """The adapters of a model that has several (`lora_cfg.max_adapters`).
-
-        Raises:
-            ValueError: If it has not.
-        """
+        """The adapters of a model that has several (`lora_cfg.max_adapters`); calls on others raise a `ValueError`."""
 
     def train_step(self, batch: Batch, loss: Loss) -> Metrics:
         """Exactly one optimizer and schedule step on the whole batch: `accumulate` and `apply` in one call.

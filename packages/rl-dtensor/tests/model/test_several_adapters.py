@@ -247,3 +247,10 @@ def test_what_several_adapters_cannot_be_is_refused_by_name(ranks, folder):
         pytest.raises(WorkerError, match=r"no adapters that step apart; set lora_cfg.max_adapters"),
     ):
         model.apply(adapter=0)
+    with (
+        open_model(ranks, folder, "1", LoraConfig(enabled=True)) as model,
+        pytest.raises(WorkerError, match=r"no adapters that step apart; set lora_cfg.max_adapters"),
+    ):
+        model.call("adapters.make", 0, SETTINGS[1])
+    with pytest.raises(ValueError, match=r"some of attention, mlp, got \('head',\)"):
+        AdapterSettings(rank=1, alpha=1, parts=("head",))

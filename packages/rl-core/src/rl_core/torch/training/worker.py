@@ -142,7 +142,6 @@ class TrainingWorker(_WorkerPart):
 
     Attributes:
         draft_head: Draft head that trains with the model; None without one.
-        adapters: Several adapters on the model; None if it has one or none.
 
     Raises:
         ValueError: If files, config, role and settings do not fit together.
@@ -218,9 +217,20 @@ class TrainingWorker(_WorkerPart):
                 loss_scale=self._loss_scale,
                 adapters=parts.adapters,
             )
-        self.adapters = None
+        self._several = None
         if parts.adapters is not None:
-            self.adapters = WorkerAdapters(parts.adapters, self._steps, self._adapters, parts.residency, mesh)
+            self._several = WorkerAdapters(parts.adapters, self._steps, self._adapters, parts.residency, mesh)
+
+    @property
+    def adapters(self) -> WorkerAdapters:
+        """The adapters of a model that has several.
+
+        Raises:
+            ValueError: If it has not.
+        """
+        if self._several is None:
+            raise ValueError("the model has no adapters that step apart; set lora_cfg.max_adapters")
+        return self._several
 
     def infer(
         self, batch: Batch, reads: Sequence[Read], *, reference: bool = False, temperature: float = 1.0
@@ -342,7 +352,7 @@ class TrainingWorker(_WorkerPart):
             self._mesh.leave()
         self._model.close()
         del self._model, self._weights, self._adapters, self._optimizer, self._schedule, self._steps
-        del self._reference, self._residency, self._checkpoint, self._plan_step, self.draft_head, self.adapters
+        del self._reference, self._residency, self._checkpoint, self._plan_step, self.draft_head, self._several
         # Modules and wrappers form cycles, which keep memory and the sockets of groups until they are collected.
         gc.collect()
         self._mesh.kind.release_memory()
@@ -364,8 +374,8 @@ class TrainingWorker(_WorkerPart):
         Raises:
             ValueError: If it has not.
         """
-        if adapter is not None and self.adapters is None:
-            raise ValueError("the model has no adapters that step apart; set lora_cfg.max_adapters")
+        if adapter is not None:
+            _ = self.adapters  # refuses a model that has one
         return adapter
 
     def _check_scores(self) -> None:
