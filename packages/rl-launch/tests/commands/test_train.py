@@ -159,7 +159,7 @@ def test_a_model_that_another_run_has_warmed_up_is_kept_once(tmp_path, monkeypat
 
 
 def test_several_adapters_are_refused_before_anything_starts(tmp_path):
-    plan = read_plan("sft-lora-tiny", ["policy.lora_cfg.max_adapters=4"])
+    plan = plan_of("policy.lora_cfg.enabled=true", "policy.lora_cfg.max_adapters=4")
     with pytest.raises(ConfigError, match=r"max_adapters=4: rl train trains one adapter"):
         train(plan, run_dir=tmp_path / "run")
     assert not (tmp_path / "run").exists()
