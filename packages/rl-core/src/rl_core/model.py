@@ -670,7 +670,11 @@ class ModelWorker(Resident, WeightSource, Protocol):
         """Do this rank's part of `Model.export_adapter`."""
 
     def health(self) -> Mapping[str, Any]:
-        """Memory in use and other signs that the rank is alive; takes part in no collective."""
+        """Memory in use and other signs that the rank is alive; takes part in no collective.
+
+        A worker that measures it also returns `peak_bytes`: the largest number of bytes that each phase (`training`,
+        `logprobs`, `weight_sync`, `save`) took since the last call.
+        """
 
     def close(self) -> None:
         """Leave the process group and free the device, once a save that is under way has ended."""

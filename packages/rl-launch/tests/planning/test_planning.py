@@ -13,10 +13,13 @@ from rl_core.testing.isolation import loaded_by
 from rl_launch.commands.planning import plan_recipe
 from rl_launch.planning.accelerators import accelerator_named, accelerator_of
 from rl_launch.planning.changes import with_values
-from rl_launch.planning.learned import learn, learned
+from rl_launch.planning.learned import learn, learned, measured_lengths
+from rl_launch.planning.memory import GIB
 from rl_launch.planning.plan import plan_run
+from rl_launch.planning.planned_steps import PhaseMemory, PlannedSteps
 from rl_launch.planning.shapes import Shape, published_fields
 from rl_launch.planning.simulation import Engines, Faults, Setting, SimulatedSteps, best_save_seconds, goodput, simulate
+from rl_launch.planning.text import lines
 from rl_launch.planning.what_if import RunFacts, cases
 from rl_launch.planning.workload import Lengths
 from rl_launch.recipes import recipe_names
@@ -165,18 +168,76 @@ def run_with(folder, *rows):
 def test_factors_of_a_run_correct_later_plans(tmp_path, monkeypatch):
     monkeypatch.setenv("RL_HOME", str(tmp_path / "home"))
     plan = planned("grpo-math-8b")
-    rows = [{"step": step, "time/training": 2 * plan.seconds["training"]} for step in range(1, 6)]
-    run = run_with(tmp_path, *rows)
+    took = {"training": 2.0, "generation": 1.5, "weight_sync": 3.0}
+    tensors = {usage.phase: usage.tensors for usage in plan.usages if usage.role == "policy"}
+    row = {f"time/{phase}": factor * plan.seconds[phase] for phase, factor in took.items()}
+    row |= {"memory/policy/training_gib": 1.2 * tensors["training"] / GIB, "memory/policy-0/training_gib": 1.0}
+    run = run_with(tmp_path, *({"step": step, **row} for step in range(1, 6)))
     assert learned("h100").seconds == {}
     factors = learn(run, plan)
-    assert factors.seconds == pytest.approx({"training": 2.0})
+    assert factors.seconds == pytest.approx(took)
+    assert factors.memory == pytest.approx({"training": 1.2})
     # The same run again replaces what it taught.
     assert learn(run, plan).runs == factors.runs
     corrected = answer("grpo-math-8b")
     assert corrected.plan.seconds["training"] == pytest.approx(2 * plan.seconds["training"])
-    # Passes that no run had are corrected as training is; a transfer is not.
+    # Passes that no run had are corrected as training is; a save is not.
     assert corrected.plan.seconds["logprobs"] == pytest.approx(2 * plan.seconds["logprobs"])
-    assert corrected.plan.seconds["weight_sync"] == pytest.approx(plan.seconds["weight_sync"])
+    assert corrected.plan.seconds["save"] == pytest.approx(plan.seconds["save"])
+    now = {usage.phase: usage for usage in corrected.plan.usages if usage.role == "policy"}
+    assert now["training"].tensors == pytest.approx(1.2 * tensors["training"])
+    assert now["training"].total - now["training"].tensors == pytest.approx(
+        next(usage.total - usage.tensors for usage in plan.usages if usage.phase == "training")
+    )
+    shown = "\n".join(lines(corrected.plan, price=None, change=None))
+    assert "(x 1.20 by 1 run)" in shown
+    assert "(x 3.00 by 1 run)" in shown
+
+
+def test_generation_that_overlaps_training_and_small_peaks_teach_nothing(tmp_path, monkeypatch):
+    monkeypatch.setenv("RL_HOME", str(tmp_path / "home"))
+    row = {"time/generation": 5.0, "time/training": 5.0, "idle/trainer": 0.1, "memory/policy/training_gib": 0.5}
+    run = run_with(tmp_path, {"step": 1, **row})
+    factors = learn(run, planned("grpo-math-8b"))
+    assert factors.seconds.keys() == {"training"}
+    assert learn(run, planned("sft-tiny", device="cpu")).memory == {}
+
+
+def test_lengths_of_a_run_are_those_of_its_metrics():
+    plan = planned("grpo-math-8b")
+    rows = plan.work.num_rows
+    row = {"rollout/mean_length": 300.0, "rollout/max_length": 900.0, "train/num_tokens": 450.0 * rows}
+    first = {"rollout/mean_length": 1.0, "rollout/max_length": 1.0, "train/num_tokens": 1.0}
+    found = measured_lengths([first, first, row], plan.work)
+    assert found == (150.0, 300.0, 900.0)
+    assert planned("grpo-math-8b", lengths=found).work.longest == 900
+    assert measured_lengths([{"train/num_tokens": 64.0 * rows}], plan.work) == (None, 64.0, None)
+
+
+def test_steps_record_the_plan_and_the_memory_of_phases(tmp_path, monkeypatch):
+    monkeypatch.setenv("RL_HOME", str(tmp_path))
+    steps = PlannedSteps(read_plan("grpo-math-8b", ["cluster.device=cuda"]), "grpo-math-8b", lambda: ["NVIDIA H100"])
+    steps.start(3, ())
+    plan, found = planned("grpo-math-8b"), steps.step_metrics()
+    assert found["plan/step"] == pytest.approx(plan.step_seconds)
+    tensors = next(usage.tensors for usage in plan.usages if usage.phase == "training")
+    assert found["plan/policy/training_memory_gib"] == pytest.approx(tensors / GIB)
+
+    class Ranks:
+        def __init__(self, *reports):
+            self.health = lambda: [{"pid": 1, **report} for report in reports]
+
+    two = Ranks({"peak_bytes": {"training": GIB}}, {"peak_bytes": {"training": 2 * GIB, "save": GIB}})
+    memory = PhaseMemory({"policy": two, "judge": Ranks({}), "critic": Ranks(*[{"peak_bytes": {"save": GIB}}] * 17)})
+    assert memory.step_metrics() == {
+        "memory/policy/training_gib": 2.0,
+        "memory/policy-0/training_gib": 1.0,
+        "memory/policy-1/training_gib": 2.0,
+        "memory/policy/save_gib": 1.0,
+        "memory/policy-0/save_gib": 0.0,
+        "memory/policy-1/save_gib": 1.0,
+        "memory/critic/save_gib": 1.0,
+    }
 
 
 def test_a_run_without_common_phases_teaches_nothing(tmp_path, monkeypatch):
@@ -195,8 +256,8 @@ def test_a_run_as_it_was_takes_its_own_time_in_the_simulation(tmp_path):
     (run.path / "rollouts").mkdir()
     lengths = [10, 20, 20, 40, 80, 400]
     for step in range(1, 4):
-        lines = (json.dumps({"num_sampled": length}) + "\n" for length in lengths)
-        (run.path / "rollouts" / f"step_{step}.jsonl").write_text("".join(lines))
+        written = (json.dumps({"num_sampled": length}) + "\n" for length in lengths)
+        (run.path / "rollouts" / f"step_{step}.jsonl").write_text("".join(written))
     facts = RunFacts.of_run(run, planned("grpo-math-1b"))
     assert facts.lengths == tuple(lengths * 3)
     assert (facts.train_seconds, facts.update_seconds, facts.is_shared) == (7.0, 1.0, True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, Self
@@ -181,7 +182,15 @@ class Device:
         return None
 
     def reset_peak(self) -> None:
-        """Start a new measurement of `DeviceMemory.peak`."""
+        """Start a new measurement of `peak_bytes`."""
+        # Some containers do not let a process write this file; its peak is then of its whole life.
+        with suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")
+
+    def peak_bytes(self) -> int:
+        """Return the maximum of `memory_bytes` since `reset_peak`."""
+        status = Path("/proc/self/status").read_text()
+        return int(status.partition("VmHWM:")[2].split()[0]) * 1024
 
     def rng_state(self) -> dict[str, Any]:
         """State of torch's random generators, the host's among them."""

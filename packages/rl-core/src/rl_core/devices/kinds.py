@@ -102,12 +102,17 @@ class CudaDevice(Device):
 
         free, total = torch.cuda.mem_get_info(self.torch_device)
         own = torch.cuda.memory_reserved(self.torch_device)
-        return DeviceMemory(total, free, own, torch.cuda.max_memory_allocated(self.torch_device))
+        return DeviceMemory(total, free, own, self.peak_bytes())
 
     def reset_peak(self) -> None:
         import torch
 
         torch.cuda.reset_peak_memory_stats(self.torch_device)
+
+    def peak_bytes(self) -> int:
+        import torch
+
+        return int(torch.cuda.max_memory_allocated(self.torch_device))
 
     def rng_state(self) -> dict[str, Any]:
         import torch

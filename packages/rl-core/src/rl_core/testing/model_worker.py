@@ -813,7 +813,9 @@ class ModelWorkerSuite:
                 model.evaluate(batch.only(["tokens", "loss_mask"]), TokenLoss())
             with pytest.raises(WorkerError, match="no checkpoint"):
                 model.load(str(tmp_path / "nothing"))
-            assert model.call("health")[0]["memory_bytes"] > 0
+            report = model.call("health")[0]
+            assert report["memory_bytes"] > 0
+            assert report["peak_bytes"]["logprobs"] > 0
 
     def test_overflows_in_float16_are_skipped_and_halve_the_scale_of_the_loss(self, tmp_path: Path) -> None:
         # A padding token has zeros as its embedding, whose gradient is beyond float16.

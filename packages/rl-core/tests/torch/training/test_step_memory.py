@@ -3,11 +3,12 @@
 import logging
 
 import pytest
+import torch
 import torch.distributed as dist
 from memory_cases import GB, Step
 
 from rl_core.devices import CPU, REHEARSAL, DeviceMemory
-from rl_core.torch.training.memory import COMMUNICATORS, GAPS, MeasuredRank, planned_step, table
+from rl_core.torch.training.memory import COMMUNICATORS, GAPS, MeasuredRank, PhasePeaks, planned_step, table
 from rl_core.torch.training.recompute import ActivationMemory, LayerActivations, RecomputePlan
 
 CARD = DeviceMemory(total=80 * GB, free=60 * GB, own=10 * GB, peak=0)
@@ -103,3 +104,16 @@ def test_a_decision_is_explained_by_its_alternatives():
         "1 in full and 2 selectively of 4 layers recomputed: activations of 1.5 microbatches of 2 tokens take 16.8 GB, "
         "24.0 GB without recomputation and 7.0 GB with full recomputation"
     )
+
+
+def test_the_peak_of_a_phase_is_what_its_tensors_took_even_if_they_are_freed():
+    size, peaks = 2**28, PhasePeaks(CPU)
+    for _ in range(2):
+        with peaks.of("training"):
+            torch.ones(size // 4)
+    with pytest.raises(ValueError, match="mid-phase"), peaks.of("logprobs"):
+        raise ValueError("mid-phase")
+    found = peaks.take()
+    assert found["training"] == pytest.approx(size, rel=0.1)
+    assert found["logprobs"] < size / 4
+    assert peaks.take() == {}

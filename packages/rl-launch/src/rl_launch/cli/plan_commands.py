@@ -38,9 +38,9 @@ def plan(
     With --json: {"schema": 1, "recipe", "device", "num_devices", "device_bytes": NUMBER|null, "fits": bool|null,
     "fullest", "memory": [{"role", "phase", "device": {NAME: BYTES}, "host": {NAME: BYTES}}, ...], "host_bytes",
     "checkpoint_bytes", "num_checkpoints": NUMBER|null, "seconds": {PHASE: NUMBER}, "step_seconds", "tokens",
-    "tokens_per_second", "cost": NUMBER|null, "factors": {PHASE: NUMBER}, "learned_from": [RUN, ...], "assumptions":
-    [SENTENCE, ...], "problems": [SENTENCE, ...], "change": {"overrides", "step_seconds", "remark"}|null, "search":
-    [...]}.
+    "tokens_per_second", "cost": NUMBER|null, "factors": {PHASE: NUMBER}, "memory_factors": {PHASE: NUMBER},
+    "learned_from": [RUN, ...], "assumptions": [SENTENCE, ...], "problems": [SENTENCE, ...], "change": {"overrides",
+    "step_seconds", "remark"}|null, "search": [...]}.
     """
     with reported():
         from rl_core.errors import ConfigError

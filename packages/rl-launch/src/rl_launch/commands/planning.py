@@ -67,8 +67,8 @@ def plan_recipe(
     folder = own = None
     if run:
         folder, own = RunFolder(run), read_plan(run)
-        of_run = measured_lengths(folder.metrics(), Workload.of(own, lengths).num_rows)
-        lengths = Lengths(lengths.prompt, lengths.completion or of_run.completion)
+        of_run = measured_lengths(folder.metrics(), Workload.of(own, lengths))
+        lengths = Lengths(lengths.prompt or of_run.prompt, lengths.completion or of_run.completion, of_run.longest)
     read = read_plan(recipe or run, overrides)
     accelerator, kind = device_of(read, device, [] if device else gpu_names())
     name = Path(recipe or run).stem

@@ -34,7 +34,7 @@ from rl_launch.model_files.local_models import (
 )
 from rl_launch.monitoring.run_monitoring import RunMonitoring
 from rl_launch.placement.bundles import PlacementError
-from rl_launch.planning.planned_steps import PlannedSteps
+from rl_launch.planning.planned_steps import PhaseMemory, PlannedSteps
 from rl_launch.root_config import DRAFTER, RunConfig, leaf_of, max_age, with_section, with_values
 from rl_launch.run_config.plan import RunPlan
 from rl_launch.run_config.reading import RunRecording, changed_plan, read_plan
@@ -205,8 +205,7 @@ def opening(
     with RunMonitoring(plan.config.logger, findings=findings, restarts=lambda: restoration.goes_on) as monitoring:
         if replayed is not None and replayed.observer is not None:
             monitoring.observer.observers.append(replayed.observer)
-        if plan.config.logger.monitoring_enabled:
-            monitoring.observer.observers.append(PlannedSteps.of(plan, title, gpu_names()))
+        monitoring.observer.observers.append(PlannedSteps(plan, title, gpu_names))
         sessions = partial(
             RunSession,
             run.run_dir,
@@ -313,6 +312,7 @@ class OpenedRun:
                 if replayed is not None and runtime.rollout_pool is not None:
                     runtime.rollout_pool.with_turns = replayed.turns
                     runtime.rollout_pool.as_trained = replayed.as_trained
+                session.observe(PhaseMemory(runtime.ranks))
                 observe_steps(session, config.profiling, runtime.processes, runtime.profiled, held)
             if runtime.rollout_pool is not None:
                 session.write_rollouts_by(runtime.rollout_pool.write_rollouts)

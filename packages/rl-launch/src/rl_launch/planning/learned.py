@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import median
+from statistics import geometric_mean, median
 from typing import Any
 
 from rl_core.errors import ConfigError
-from rl_launch.planning.plan import Factors, Plan
-from rl_launch.planning.workload import Lengths
+from rl_launch.planning.memory import GIB
+from rl_launch.planning.plan import GENERATING, Factors, Plan
+from rl_launch.planning.workload import Lengths, Workload
+from rl_launch.root_config import POLICY
 from rl_launch.run_session.directory.run_folder import RunFolder
 from rl_launch.worker_envs.node_build import default_root
 
 SKIPPED = 2
 """First steps of a run that do not count: they compile, connect and fill caches."""
 TIME = "time/"
+MIN_PLANNED = GIB
+"""Fewest planned bytes that a factor of memory is learned from. On the CPU the pages of libraries are among a process's
+peak, which decide for tiny models."""
+AHEAD = "idle/trainer"
+"""Metric of runs that generate while they train; their seconds of generation are those that the trainer waits."""
+
+
+def peak_name(holder: str, phase: str) -> str:
+    """Return the name of the metric of the largest memory of a model, or of one of its ranks, in a phase."""
+    return f"memory/{holder}/{phase}_gib"
 
 
 def measured_seconds(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -28,34 +39,45 @@ def measured_seconds(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """
     counted = rows[SKIPPED:] or rows
     names = {name for row in counted for name in row if name.startswith(TIME)}
-    found = {name: [row[name] for row in counted if row.get(name) is not None] for name in sorted(names)}
+    found = {name: _values(counted, name) for name in sorted(names)}
     return {name.removeprefix(TIME): median(values) for name, values in found.items() if values}
 
 
-def measured_lengths(rows: Sequence[Mapping[str, Any]], num_rows: int) -> Lengths:
-    """Return the mean tokens of completions of a run, or of its rows of data. Prompts are not in its metrics.
+def measured_lengths(rows: Sequence[Mapping[str, Any]], work: Workload) -> Lengths:
+    """Return the mean tokens of prompts and completions of a run, or of its rows of data.
 
     Args:
         rows: Metrics of its steps.
-        num_rows: Rows of a step.
+        work: Rows of a step.
     """
-    name = "rollout/mean_length" if any("rollout/mean_length" in row for row in rows) else "train/num_tokens"
-    values = [row[name] for row in rows if row.get(name) is not None]
-    if not values:
-        return Lengths()
-    mean = sum(values) / len(values)
-    return Lengths(None, mean if name == "rollout/mean_length" else max(1.0, mean / num_rows))
+    counted = rows[SKIPPED:] or rows
+
+    def mean_of(name: str) -> float | None:
+        values = _values(counted, name)
+        return sum(values) / len(values) if values else None
+
+    completion, longest = mean_of("rollout/mean_length"), mean_of("rollout/max_length")
+    tokens = mean_of("train/num_tokens")
+    row = None if tokens is None else max(1.0, tokens / work.num_rows / work.passes)
+    if completion is None:
+        return Lengths(None, row)
+    return Lengths(None if row is None else max(1.0, row - completion), completion, longest)
+
+
+def _values(rows: Sequence[Mapping[str, Any]], name: str) -> list[float]:
+    return [row[name] for row in rows if row.get(name) is not None]
 
 
 def learned(device: str) -> Factors:
     """Return the factors that runs on a device taught; none if there was no run."""
     runs = _read(device)
-    names = {name for run in runs.values() for name in run["seconds"]}
-    seconds = {}
-    for name in sorted(names):
-        logs = [math.log(run["seconds"][name]) for run in runs.values() if name in run["seconds"]]
-        seconds[name] = math.exp(sum(logs) / len(logs))
-    return Factors(seconds, None, tuple(runs))
+
+    def means(kind: str) -> dict[str, float]:
+        of_runs = [run.get(kind, {}) for run in runs.values()]
+        names = sorted({name for each in of_runs for name in each})
+        return {name: geometric_mean([each[name] for each in of_runs if name in each]) for name in names}
+
+    return Factors(means("seconds"), means("memory"), tuple(runs))
 
 
 def learn(run: RunFolder, plan: Plan) -> Factors:
@@ -73,15 +95,23 @@ def learn(run: RunFolder, plan: Plan) -> Factors:
     """
     rows = run.metrics()
     measured = measured_seconds(rows)
+    if any(AHEAD in row for row in rows):
+        measured.pop(GENERATING, None)
     found = {
         phase: measured[phase] / planned
         for phase, planned in plan.seconds.items()
         if planned > 0 and measured.get(phase, 0.0) > 0
     }
-    if not found:
+    peaks = {
+        usage.phase: max(values) * GIB / usage.tensors
+        for usage in plan.usages
+        if usage.role == POLICY and usage.tensors >= MIN_PLANNED
+        if (values := _values(rows, peak_name(POLICY, usage.phase))) and max(values) > 0
+    }
+    if not found and not peaks:
         raise ConfigError(f"{run.path} has no phase with seconds that the plan has too, so there is nothing to learn")
     device = plan.machines.accelerator.name
-    runs = {**_read(device), str(run.path.resolve()): {"seconds": found}}
+    runs = {**_read(device), str(run.path.resolve()): {"seconds": found, "memory": peaks}}
     path = _path(device)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(runs, indent=2) + "\n", encoding="utf-8")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rl_core.devices import Device
 from rl_core.facts.model_size import WIDE_BYTES, ModelSize, RankMemory
@@ -35,6 +35,9 @@ ASLEEP = 4 * GIB
 """Bytes that an engine keeps on the device while it sleeps: its context, graphs and communicators."""
 ENGINE_PASS = 2 * GIB
 """Bytes of the largest pass of an engine, and of its graphs."""
+CONTEXTS, GAPS_BETWEEN, ENGINE_WEIGHTS = "contexts and communicators", "gaps between tensors", "engine's weights"
+OF_OTHERS = (CONTEXTS, GAPS_BETWEEN, ENGINE_WEIGHTS)
+"""Parts of a device that are not tensors of the process that computes."""
 PENDING_PARTS = 2
 """Buckets of a weight sync that are on their way at one time."""
 
@@ -59,6 +62,16 @@ class Usage:
     def total(self) -> float:
         """Bytes of the device."""
         return sum(self.device.values())
+
+    @property
+    def tensors(self) -> float:
+        """Bytes of the holder's own tensors."""
+        return sum(size for name, size in self.device.items() if name not in OF_OTHERS)
+
+    def scaled(self, factor: float) -> Usage:
+        """Return the usage with its tensors multiplied by a factor."""
+        device = {name: size * (1 if name in OF_OTHERS else factor) for name, size in self.device.items()}
+        return replace(self, device=device)
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,10 @@ from rl_launch.planning.memory import (
     ASLEEP,
     COMMUNICATORS,
     CONTEXT,
+    CONTEXTS,
+    ENGINE_WEIGHTS,
     GAPS,
+    GAPS_BETWEEN,
     PENDING_PARTS,
     EngineRank,
     Recomputed,
@@ -56,12 +59,12 @@ class Factors:
 
     Args:
         seconds: Factor by phase.
-        memory: Factor of the peak of a training step; None if none was measured.
+        memory: Factor of the tensors of a model's rank by phase.
         runs: Names of the runs that they come from.
     """
 
     seconds: Mapping[str, float] = field(default_factory=dict)
-    memory: float | None = None
+    memory: Mapping[str, float] = field(default_factory=dict)
     runs: tuple[str, ...] = ()
 
     def of(self, phase: str) -> float | None:
@@ -237,8 +240,7 @@ def plan_run(
         usages += list(_usages_of_model(found, topology, accelerator, is_on_gpus=device.runs_on_gpus, engine=engine))
     if engine is not None:
         usages.append(_usage_of_engine(engine, topology, accelerator, device, work))
-    if factors.memory is not None:
-        usages = [_scaled(usage, factors.memory) if usage.phase == TRAINING else usage for usage in usages]
+    usages = [usage.scaled(factors.memory.get(usage.phase, 1.0)) for usage in usages]
     planned = Plan(
         recipe=name,
         machines=machines,
@@ -359,8 +361,8 @@ def _usages_of_model(
     held, room = 0.0, None
     if is_on_gpus and capacity is not None:
         held, room = _contexts(topology, role.role), _room(topology, role.role, capacity)
-    extra: dict[str, float] = {"contexts and communicators": held} if held else {}
-    gaps = {"gaps between tensors": (capacity - held) * GAPS} if room is not None and capacity is not None else {}
+    extra: dict[str, float] = {CONTEXTS: held} if held else {}
+    gaps = {GAPS_BETWEEN: (capacity - held) * GAPS} if room is not None and capacity is not None else {}
     reference = {"reference": rank.memory.weights} if role.keeps_reference else {}
     waiting = {**reference, **({"offloaded parameters": rank.memory.host} if rank.memory.host else {})}
     if role.trains:
@@ -372,7 +374,7 @@ def _usages_of_model(
         staging = PENDING_PARTS * topology.device.bucket_bytes + rank.largest_tensor()
         parts = {"weights": rank.state.get("weights", 0.0), "buffers of the transfer": staging}
         if GENERATION in topology.sharing:
-            parts["engine's weights"] = engine.weights
+            parts[ENGINE_WEIGHTS] = engine.weights
         yield Usage(role.role, SYNC, {**parts, **extra}, waiting)
     if role.trains:
         written = rank.largest_tensor()
@@ -385,12 +387,8 @@ def _usage_of_engine(
 ) -> Usage:
     parts = engine.parts(accelerator, device, work.longest_row)
     if device.runs_on_gpus:
-        parts = {**parts, "contexts and communicators": _contexts(topology, GENERATION)}
+        parts = {**parts, CONTEXTS: _contexts(topology, GENERATION)}
     return Usage(GENERATION, GENERATING, parts, {})
-
-
-def _scaled(usage: Usage, factor: float) -> Usage:
-    return replace(usage, device={name: size * factor for name, size in usage.device.items()})
 
 
 def _engine(plan: RunPlan, topology: Topology, device: Device) -> EngineRank | None:

@@ -1,44 +1,73 @@
-"""What was planned of a step, recorded with its metrics next to what the step took."""
+"""The memory of a run's phases, recorded with each step next to what was planned of its memory and time."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
-from rl_launch.planning.learned import learned
-from rl_launch.planning.plan import Plan, device_of, plan_run
+from rl_launch.planning.learned import learned, peak_name
+from rl_launch.planning.memory import GIB
+from rl_launch.planning.plan import device_of, plan_run
 from rl_launch.run_config.plan import RunPlan
 from rl_launch.run_session.observer import RunObserver
 
-GIB = 2**30
+MAX_RANKS = 16
+"""Maximum number of ranks of a model whose memory is recorded one by one; of larger ones the fullest is."""
+
+
+class MeasuredModel(Protocol):
+    """The ranks of a model, as their memory is asked for."""
+
+    def health(self) -> Sequence[Mapping[str, Any]]:
+        """Return the report of each rank; see `rl_core.model.ModelWorker.health`."""
 
 
 class PlannedSteps(RunObserver):
-    """Records the plan of a run with each of its steps.
+    """Records what was planned of a run with each of its steps.
 
     Args:
-        plan: The plan.
+        run: Its resolved config.
+        name: Its name.
+        gpus: Returns the GPUs of this machine, by the driver's names.
     """
 
-    def __init__(self, plan: Plan) -> None:
-        found = {f"plan/{phase}": seconds for phase, seconds in plan.seconds.items()}
-        found["plan/step"] = plan.step_seconds
-        for usage in plan.usages:
-            found[f"plan/{usage.role}/{usage.phase}_memory_gib"] = usage.total / GIB
-        self._metrics = found
+    def __init__(self, run: RunPlan, name: str, gpus: Callable[[], Sequence[str]]) -> None:
+        self._run, self._name, self._gpus = run, name, gpus
+        self._metrics: dict[str, float] = {}
 
-    @classmethod
-    def of(cls, run: RunPlan, name: str, gpus: Iterable[str]) -> PlannedSteps:
-        """Plan a run on the devices of this machine, with the factors that earlier runs taught.
-
-        Args:
-            run: Its resolved config.
-            name: Its name.
-            gpus: GPUs of this machine, by the driver's names.
-        """
-        accelerator, device = device_of(run, None, gpus)
+    def start(self, max_steps: int, history: Sequence[Mapping[str, Any]]) -> None:
+        """Plan the run on the devices of this machine, with the factors that earlier runs taught."""
+        accelerator, device = device_of(self._run, None, self._gpus())
         factors = learned(accelerator.name)
-        return cls(plan_run(run, name, accelerator=accelerator, device=device, factors=factors))
+        plan = plan_run(self._run, self._name, accelerator=accelerator, device=device, factors=factors)
+        self._metrics = {f"plan/{phase}": seconds for phase, seconds in plan.seconds.items()}
+        self._metrics["plan/step"] = plan.step_seconds
+        for usage in plan.usages:
+            self._metrics[f"plan/{usage.role}/{usage.phase}_memory_gib"] = usage.tensors / GIB
 
     def step_metrics(self) -> Mapping[str, float]:
-        """Return the planned seconds of phases and memory of ranks."""
+        """Return the planned seconds of phases and bytes of the fullest rank's tensors."""
         return self._metrics
+
+
+class PhaseMemory(RunObserver):
+    """Records the largest memory that the ranks of models took in each phase of a step.
+
+    Args:
+        models: The models by role.
+    """
+
+    def __init__(self, models: Mapping[str, MeasuredModel]) -> None:
+        self._models = models
+
+    def step_metrics(self) -> Mapping[str, float]:
+        """Ask the ranks, and return the largest memory of each model by phase, and of each rank if there are few."""
+        found: dict[str, float] = {}
+        for role, model in self._models.items():
+            peaks = [rank["peak_bytes"] for rank in model.health() if "peak_bytes" in rank]
+            for phase in sorted({phase for each in peaks for phase in each}):
+                found[peak_name(role, phase)] = max(each.get(phase, 0) for each in peaks) / GIB
+                if 1 < len(peaks) <= MAX_RANKS:
+                    for rank, each in enumerate(peaks):
+                        found[peak_name(f"{role}-{rank}", phase)] = each.get(phase, 0) / GIB
+        return found

@@ -76,7 +76,8 @@ def lines(plan: Plan, *, price: float | None, change: Change | None) -> Iterator
     yield ""
     yield "Memory of the fullest rank, GB:"
     for usage in sorted(plan.usages, key=lambda usage: -usage.total):
-        yield f"  {usage.role + ', ' + usage.phase:<30} {usage.total / 1e9:>8,.3g}"
+        learned = plan.factors.memory.get(usage.phase)
+        yield f"  {usage.role + ', ' + usage.phase:<30} {usage.total / 1e9:>8,.3g}{_factor(plan, learned)}"
         for name, taken in usage.device.items():
             yield f"    {name:<28} {taken / 1e9:>8,.3g}"
     yield f"  {'host memory of a node':<30} {plan.host_bytes / 1e9:>8,.3g}"
@@ -89,14 +90,18 @@ def lines(plan: Plan, *, price: float | None, change: Change | None) -> Iterator
     yield ""
     yield f"A step of {plan.work.num_rows:,} rows, {plan.work.num_tokens:,.0f} tokens:"
     for phase, seconds in plan.seconds.items():
-        learned = plan.factors.of(phase)
-        factor = f"  (x {learned:.2f} by {len(plan.factors.runs)} runs)" if learned is not None else ""
-        yield f"  {phase:<30} {duration(seconds):>8}{factor}"
+        yield f"  {phase:<30} {duration(seconds):>8}{_factor(plan, plan.factors.of(phase))}"
     total = f"{plan.tokens_per_second:,.0f} tokens/s"
     cost = f", {plan.cost(price):,.2f} a step at {price:g} per GPU hour" if price is not None else ""
     yield f"  {'step':<30} {duration(plan.step_seconds):>8}  {total}{cost}"
     yield ""
     yield "Assumed: " + "; ".join((*plan.work.assumptions, *_assumptions(plan))) + "."
+
+
+def _factor(plan: Plan, learned: float | None) -> str:
+    """Return a learned factor in words; empty if there is none."""
+    number = len(plan.factors.runs)
+    return "" if learned is None else f"  (x {learned:.2f} by {number} run{'s' if number > 1 else ''})"
 
 
 def _assumptions(plan: Plan) -> Sequence[str]:
@@ -151,6 +156,7 @@ def as_json(plan: Plan, *, price: float | None, change: Change | None, found: Se
         "tokens_per_second": plan.tokens_per_second,
         "cost": None if price is None else plan.cost(price),
         "factors": dict(plan.factors.seconds),
+        "memory_factors": dict(plan.factors.memory),
         "learned_from": list(plan.factors.runs),
         "assumptions": [*plan.work.assumptions, *_assumptions(plan)],
         "problems": list(plan.problems),

@@ -20,10 +20,12 @@ class Lengths(NamedTuple):
     Args:
         prompt: Of a prompt; None if it is not known.
         completion: Of a completion, or of a row of data; None if it is not known.
+        longest: Of the longest completion of a step; None for the longest that is allowed.
     """
 
     prompt: float | None = None
     completion: float | None = None
+    longest: float | None = None
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ class Workload:
         group = section.num_generations_per_prompt
         count = section.num_prompts_per_step * group
         longest = min(policy.generation.max_new_tokens, longest_row - 1)
-        prompt, completion = lengths
+        prompt, completion, seen = lengths
         if prompt is None:
             allowed = getattr(plan.config, "data", None)
             most = getattr(allowed, "max_input_seq_length", None) or max(MIN_ROW, longest_row - longest)
@@ -91,6 +93,7 @@ class Workload:
         if completion is None:
             completion = longest / 2
             assumptions.append(f"completions have {completion:,.0f} tokens, half of max_new_tokens (--tokens)")
+        longest = longest if seen is None else min(longest, round(seen))
         assumptions.append(f"the longest completion of a step has {longest:,} tokens")
         asynchronous = getattr(section, "async_grpo", None)
         staleness = asynchronous.max_trajectory_age_steps if asynchronous is not None and asynchronous.enabled else 0

@@ -31,6 +31,36 @@ REMEDY = (
 )
 
 
+class PhasePeaks:
+    """Largest memory of a rank by phase.
+
+    On a GPU these are bytes of its tensors, and on the CPU resident bytes of the process, both without what there was
+    when this was made. A process on the CPU keeps memory that earlier phases have freed.
+
+    Args:
+        kind: Device of the rank.
+    """
+
+    def __init__(self, kind: Device) -> None:
+        self._kind, self._before = kind, kind.memory_bytes()
+        self._found: dict[str, int] = {}
+
+    @contextmanager
+    def of(self, phase: str) -> Iterator[None]:
+        """Measure the block, and keep the largest number of bytes of the phase."""
+        self._kind.reset_peak()
+        try:
+            yield
+        finally:
+            size = max(0, self._kind.peak_bytes() - self._before)
+            self._found[phase] = max(size, self._found.get(phase, 0))
+
+    def take(self) -> dict[str, int]:
+        """Return the bytes of each phase since the last call. Any thread can call it."""
+        found, self._found = self._found, {}
+        return found
+
+
 class StepPlan(NamedTuple):
     """Use of a device's memory in a training step.
 

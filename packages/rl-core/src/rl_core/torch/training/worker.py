@@ -36,7 +36,7 @@ from rl_core.torch.training.checkpoint_files import exported_files, verify_files
 from rl_core.torch.training.export import complete_generation_config, export_dtype, export_weights, write_hf_config
 from rl_core.torch.training.flops import peak_flops, speed_metrics
 from rl_core.torch.training.lora import check_base
-from rl_core.torch.training.memory import planned_step
+from rl_core.torch.training.memory import PhasePeaks, planned_step
 from rl_core.torch.training.peft_form import AdapterExport
 from rl_core.torch.training.publishing import manifest_of, send_weights
 from rl_core.torch.training.step import LossScale, SkippedSteps, TrainingSteps, run_evaluation, run_reads
@@ -59,6 +59,7 @@ class _WorkerPart:
     _precision: str
     _sending: SendingEnd
     _steps: TrainingSteps | None
+    _peaks: PhasePeaks
 
     def coordinates(self) -> Coordinates:
         """Return this rank's place on the mesh."""
@@ -71,7 +72,8 @@ class _WorkerPart:
         reference is copied either way.
         """
         self._residency.require("parameters", "optimizer")
-        self._checkpoint.save(Path(path), wait=wait)
+        with self._peaks.of("save"):
+            self._checkpoint.save(Path(path), wait=wait)
 
     def finish_save(self, *, wait: bool = True) -> tuple[SavedFile, ...] | None:
         """Return the files that this rank wrote for the last save; None while they are being written."""
@@ -115,7 +117,8 @@ class _WorkerPart:
     def send(self, manifest: Manifest, transport: Transport) -> Sequence[str]:
         """Bring the weights together bucket by bucket and send them, from rank 0 or from every rank."""
         self._residency.require("parameters")
-        return send_weights(self._sending, self._weights, manifest, transport, self._precision, self._mesh)
+        with self._peaks.of("weight_sync"):
+            return send_weights(self._sending, self._weights, manifest, transport, self._precision, self._mesh)
 
     def _training_steps(self) -> TrainingSteps:
         if self._steps is None:
@@ -157,7 +160,7 @@ class TrainingWorker(_WorkerPart):
         row_multiple: int | None = None,
     ) -> None:
         self._config, self._spec, self._mesh, self._precision = config, spec, mesh, config.precision
-        self._sending = SendingEnd(mesh.kind)
+        self._sending, self._peaks = SendingEnd(mesh.kind), PhasePeaks(mesh.kind)
         try:
             self._build(build, row_multiple)
         except BaseException:
@@ -198,7 +201,13 @@ class TrainingWorker(_WorkerPart):
         self.draft_head = None
         if parts.draft_head is not None:
             self.draft_head = DraftHead(
-                config, parts.draft_head, mesh, parts.residency, batching=self._training, seed=spec.seed
+                config,
+                parts.draft_head,
+                mesh,
+                parts.residency,
+                batching=self._training,
+                seed=spec.seed,
+                peaks=self._peaks,
             )
         self._training, self._reading = (
             replace(batching, shares_prefixes=parts.shares_prefixes) for batching in (self._training, self._reading)
@@ -242,7 +251,7 @@ class TrainingWorker(_WorkerPart):
         """
         check_reads(self._spec.role, reads)
         self._residency.require("parameters")
-        with self._kept_reference().in_place() if reference else nullcontext():
+        with self._peaks.of("logprobs"), self._kept_reference().in_place() if reference else nullcontext():
             return run_reads(
                 self._model, batch, reads, temperature=temperature, batching=self._reading, mesh=self._mesh
             )
@@ -283,7 +292,8 @@ class TrainingWorker(_WorkerPart):
             RuntimeError: Naming parts that are offloaded.
         """
         self._residency.require("parameters", "optimizer")
-        return self._training_steps().apply(settings or StepSettings(), self._known(adapter))
+        with self._peaks.of("training"):
+            return self._training_steps().apply(settings or StepSettings(), self._known(adapter))
 
     def discard(self, *, adapter: int | None = None) -> None:
         """Begin a new gradient, of one adapter if it is given; the one so far, if any, is not stepped."""
@@ -335,8 +345,14 @@ class TrainingWorker(_WorkerPart):
     """Ends this process's `send` over a transport soon, as nobody will receive it; called by another thread."""
 
     def health(self) -> Mapping[str, Any]:
-        """Return rank, process id, and bytes in use: of the process on `cpu`, of torch's allocator on `cuda`."""
-        return {"rank": self._mesh.rank, "pid": os.getpid(), "memory_bytes": self._mesh.kind.memory_bytes()}
+        """Return rank, process id, bytes in use (of the process on `cpu`, of torch's allocator on `cuda`), and the
+        largest number of bytes of each phase since the last call, see `rl_core.torch.training.memory.PhasePeaks`."""
+        return {
+            "rank": self._mesh.rank,
+            "pid": os.getpid(),
+            "memory_bytes": self._mesh.kind.memory_bytes(),
+            "peak_bytes": self._peaks.take(),
+        }
 
     def close(self) -> None:
         """Leave the process groups and free the device, once the unfinished save has ended.
@@ -365,7 +381,10 @@ class TrainingWorker(_WorkerPart):
         self._residency.require("parameters", "optimizer")
         steps = self._training_steps()
         plan, self._plan_step = self._plan_step, None
-        with nullcontext() if plan is None else planned_step(plan, self._mesh.kind, self._mesh.control):
+        with (
+            self._peaks.of("training"),
+            nullcontext() if plan is None else planned_step(plan, self._mesh.kind, self._mesh.control),
+        ):
             yield steps
 
     def _known(self, adapter: int | None) -> int | None:
@@ -426,6 +445,7 @@ class DraftHead(_WorkerPart):
         residency: Residency of both.
         batching: Microbatches of a step.
         seed: Seed of the generators of a run that resumes on another layout.
+        peaks: Peaks of the rank.
     """
 
     def __init__(
@@ -437,9 +457,10 @@ class DraftHead(_WorkerPart):
         *,
         batching: Batching,
         seed: int,
+        peaks: PhasePeaks,
     ) -> None:
         assert model.draft_head is not None, "a backend builds a head only if the config has one"
-        self._mesh, self._residency = mesh, residency
+        self._mesh, self._residency, self._peaks = mesh, residency, peaks
         self._parts, self._weights, self._precision = parts, parts.weights, model.precision
         self._steps = TrainingSteps(
             parts.model,
@@ -466,7 +487,8 @@ class DraftHead(_WorkerPart):
         if unknown:
             raise ValueError(f"a draft head cannot read {', '.join(unknown)}; it has {DRAFT_LOSSES}")
         self._residency.require("parameters", "optimizer")
-        return self._training_steps().step(batch, loss)
+        with self._peaks.of("drafter_training"):
+            return self._training_steps().step(batch, loss)
 
     def export(self, path: str) -> tuple[SavedFile, ...]:
         """Write the head's config and weights in the format of the files that it was loaded from."""
