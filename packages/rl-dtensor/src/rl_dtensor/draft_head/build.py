@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_core.model_config import DraftHeadConfig, ModelConfig
+from rl_core.torch.files.file_names import FilePiece
 from rl_core.torch.files.model_files import CONFIG, WeightFiles, fetched_folder
 from rl_core.torch.optim.parameters import check_patterns, describe_parameters
 from rl_core.torch.training.backend import HeadParts
@@ -22,7 +23,7 @@ from rl_dtensor.draft_head.model import DraftHeadModel, ShardedHead
 from rl_dtensor.draft_head.mtp import FAMILIES, MtpHead, with_one_more_layer
 from rl_dtensor.model.kernels import kernel_of
 from rl_dtensor.model.settings import DRAFT_KEY, draft_head_problems
-from rl_dtensor.model.weights import FilePiece, read_into
+from rl_dtensor.model.weights import read_into
 from rl_dtensor.model.whole import decoder_layers, model_on_meta
 from rl_dtensor.parallel.fsdp import local_slices, shard_whole, whole
 from rl_dtensor.parallel.mesh import DTensorMesh
@@ -75,7 +76,7 @@ def build_draft_head(
         DraftHeadModel(head, policy, mesh),
         HeadWeights(module, sent, mesh),
         HeadWeights(module, exported, mesh),
-        DTensorOptimizer(inner, head, lambda: head.grad_norm(mesh)),
+        DTensorOptimizer(inner, head, lambda _: head.grad_norm(mesh)),
         DTensorState(head, inner, mesh),
     )
     return head, parts

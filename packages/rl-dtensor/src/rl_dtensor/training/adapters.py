@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ from torch.optim import Optimizer
 
 from rl_core.model import AdapterSettings
 from rl_core.model_config import LoraConfig
-from rl_core.torch.optim.optimizer import take_grads
 from rl_core.torch.training.checkpoint_files import SHARDS, read_tensors
 from rl_core.torch.training.lora import LORA_A, LORA_B, WEIGHT, initial_down, is_of_part
 from rl_dtensor.model.layers.lora import set_factors, set_scale
@@ -97,9 +97,19 @@ class DTensorAdapters:
         self._model.reshard_all()
         return self._model.weights.adapters(place=place)
 
-    def take_grads(self, place: int) -> dict[nn.Parameter, Tensor]:
-        """Return this rank's part of the gradient of an adapter, and free it."""
-        return take_grads(self._named(place).values())
+    @contextmanager
+    def stepping(self, place: int) -> Iterator[None]:
+        """Enter a context in which the optimizer has only the parameters of this adapter."""
+        assert self._optimizer is not None, "a model that trains"
+        groups, own = self._optimizer.param_groups, set(self._named(place).values())
+        held = [group["params"] for group in groups]
+        for group in groups:
+            group["params"] = [parameter for parameter in group["params"] if parameter in own]
+        try:
+            yield
+        finally:
+            for group, parameters in zip(groups, held, strict=True):
+                group["params"] = parameters
 
     def _named(self, place: int) -> dict[str, nn.Parameter]:
         """Return the factors of an adapter by name."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import Any, cast
 
@@ -139,17 +140,21 @@ class DTensorOptimizer:
     Args:
         inner: Steps this rank's shards.
         model: Has the gradients.
-        norm: Function to the norm of all of them; collective.
+        norm: Function from the parameters that `inner` steps to the norm of their gradients; collective.
     """
 
-    def __init__(self, inner: Optimizer, model: Sharded, norm: Callable[[], float]) -> None:
+    def __init__(self, inner: Optimizer, model: Sharded, norm: Callable[[AbstractSet[nn.Parameter]], float]) -> None:
         self.inner = inner
-        self._model = model
-        self.grad_norm = norm
+        self._model, self._norm = model, norm
+
+    def grad_norm(self) -> float:
+        """Return the norm of the whole gradient, the same on every rank; collective."""
+        return self._norm({parameter for group in self.inner.param_groups for parameter in group["params"]})
 
     def scale_grads(self, factor: float) -> None:
         """Multiply this rank's shards of the gradient."""
-        grads = [local(parameter.grad) for parameter in self._model.trained() if parameter.grad is not None]
+        parameters = (parameter for group in self.inner.param_groups for parameter in group["params"])
+        grads = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
         if grads:  # All parameters of a pipeline stage may be frozen.
             torch._foreach_mul_(grads, factor)
 
@@ -196,11 +201,16 @@ def build_sharded_optimizer(
     return optimizer
 
 
-def grad_norm(model: ShardedModel, mesh: DTensorMesh) -> float:
-    """Return the norm of the whole gradient, the same on every rank; collective.
+def grad_norm(model: ShardedModel, mesh: DTensorMesh, stepped: AbstractSet[nn.Parameter]) -> float:
+    """Return the norm of a gradient, the same on every rank; collective.
 
     Gradients that several ranks hold alike are divided by their number. A tied head counts on the rank of the
     embedding.
+
+    Args:
+        model: The model.
+        mesh: Its mesh.
+        stepped: Parameters whose gradients count.
     """
     replicated = {id(parameter) for parameter in model.replicated or ()}
     tied: Tensor | None = None
@@ -210,7 +220,7 @@ def grad_norm(model: ShardedModel, mesh: DTensorMesh) -> float:
     grads = [
         (each.grad, mesh.num_gradients if id(each) in replicated else 1)
         for each in model.trained()
-        if each.grad is not None and each is not tied
+        if each.grad is not None and each is not tied and each in stepped
     ]
     return norm_of(grads, mesh)
 

@@ -27,6 +27,7 @@ the contract of `rl_core.model.ModelWorker`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -365,8 +366,8 @@ class RankAdapters(Protocol):
     def factors(self, place: int) -> Iterator[tuple[str, Tensor | None]]:
         """Yield the factors of an adapter as `RankWeights.adapters` does."""
 
-    def take_grads(self, place: int) -> Any:
-        """Return this rank's part of the gradient of an adapter for `RankOptimizer.add_grads`, and free it."""
+    def stepping(self, place: int) -> AbstractContextManager[None]:
+        """Return a context in which the optimizer has only the parameters of this adapter."""
 
 
 class HeadParts(NamedTuple):

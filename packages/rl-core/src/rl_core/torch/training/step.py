@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -234,24 +234,15 @@ class TrainingSteps:
 
     @contextmanager
     def _only(self, adapter: int | None) -> Iterator[None]:
-        """Enter a context at whose end the gradient of all parameters is gone, or of one adapter: the others have none
-        within it, and get theirs back."""
-        if adapter is None:
-            try:
-                yield
-            finally:
-                self._pending.clear()
-            return
-        assert self._adapters is not None, "a gradient of one of several adapters"
-        others = set(range(self._adapters.count)) - {adapter}
-        # A pass gives every adapter a gradient, also those without rows.
-        taken = {place: self._adapters.take_grads(place) for place in sorted(others)}
+        """Enter a context in which the optimizer has all parameters, or those of one adapter, and whose gradient is
+        gone at its end."""
+        assert adapter is None or self._adapters is not None, "a gradient of one of several adapters"
+        stepping = nullcontext() if adapter is None or self._adapters is None else self._adapters.stepping(adapter)
         try:
-            yield
+            with stepping:
+                yield
         finally:
-            self._pending.discard(adapter)
-            for place in sorted(others & self._pending):
-                self._optimizer.add_grads(taken[place])
+            self._pending -= self._pending if adapter is None else {adapter}
 
     def _accumulate(
         self, batch: Batch, loss: Loss, *, keeps_reads: bool = False

@@ -203,7 +203,7 @@ class SeveralAdapters:
         if self.runs.order is not None:
             inputs = inputs[self.runs.order[0]]
         parts = [
-            module.lora_B[name](module.lora_A[name](inputs[start:end])) * module.scaling[name]
+            module.lora_B[name](module.lora_A[name](inputs[start:end]) * module.scaling[name])
             for name, (start, end) in zip(self.names, self.runs.runs, strict=True)
         ]
         added = torch.cat(parts)
