@@ -8,7 +8,6 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForImageTextToText
-from vision_cases import Rows, VisionOracle
 
 from rl_core.data.batch import TOKENS
 from rl_core.errors import WorkerError
@@ -21,6 +20,7 @@ from rl_core.selfcheck.torch.oracle import adapt
 from rl_core.testing.exhaustive import exhaustive, partly_exhaustive
 from rl_core.testing.model_worker import SGD
 from rl_core.testing.torch.tiny_vision import write_tiny_vision_model
+from rl_core.testing.torch.vision_rows import Rows, VisionOracle
 from rl_core.torch.files.model_files import WeightFiles
 from rl_core.torch.vision.families import VISION_FAMILIES
 from rl_dtensor.model.settings import FAMILIES
@@ -47,7 +47,7 @@ CASES = partly_exhaustive(
 @pytest.fixture(scope="module")
 def store(tmp_path_factory, ranks):
     folder = tmp_path_factory.mktemp("images")
-    ranks.run("vision_cases:use_store", [(str(folder),)] * 2)
+    ranks.run("rl_core.testing.torch.vision_rows:use_store", [(str(folder),)] * 2)
     return ImageStore(folder)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
@@ -740,6 +740,38 @@ def local_image_token(policy: ModelConfig) -> int | None:
     """Return the id of the image tokens of a model on this machine that is trained with images; None for any other
     model."""
     return image_token(local_whole_config(policy)) if policy.vision.enabled else None
+
+
+QWEN_WITH_IMAGES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+"""Families whose image processors scale images to a number of pixels."""
+ONLY_WITH_IMAGES = (*QWEN_WITH_IMAGES[:4], "glm4v", "glm4v_moe", "glm46v")
+"""Families without a causal language model in transformers for their text."""
+
+
+def image_family_problems(
+    vision: VisionConfig, fields: Mapping[str, Any], families: Sequence[str]
+) -> Iterator[Problem]:
+    """Yield the settings of images that do not go with a model.
+
+    Args:
+        vision: Settings of images.
+        fields: Fields of the whole Hugging Face config; empty if it is not available.
+        families: Model types that a training backend trains with images.
+    """
+    kind = fields.get("model_type")
+    if not vision.enabled and kind in ONLY_WITH_IMAGES:
+        reason = f"must be true for {kind} models, which cannot be trained as language models"
+        yield Problem("vision.enabled", reason, got=False, remedy="Set it to true; rows need no images")
+    if not vision.enabled or kind is None:
+        return
+    if kind not in families:
+        allowed = f"false, or a model of one of the families {', '.join(families)}"
+        yield Problem("vision.enabled", f"is not supported for {kind} models", allowed=allowed)
+        return
+    for name in ("min_pixels", "max_pixels"):
+        if getattr(vision, name) is not None and kind not in QWEN_WITH_IMAGES:
+            reason = f"has no effect on {kind} models, whose images have fixed sizes"
+            yield Problem(f"vision.{name}", reason, remedy="Remove this key")
 
 
 class ColocatedResources(Config):

@@ -247,6 +247,7 @@ from rl_core.model import logprobs_at as logprobs_at
 from rl_core.model import read_columns as read_columns
 from rl_core.model import topk as topk
 from rl_core.model_config import BASE_BYTES as BASE_BYTES
+from rl_core.model_config import QWEN_WITH_IMAGES as QWEN_WITH_IMAGES
 from rl_core.model_config import RECOMPUTE_KEYS as RECOMPUTE_KEYS
 from rl_core.model_config import BackendConfig as BackendConfig
 from rl_core.model_config import BaseQuantization as BaseQuantization
@@ -262,6 +263,7 @@ from rl_core.model_config import PartTraining as PartTraining
 from rl_core.model_config import SchedulerConfig as SchedulerConfig
 from rl_core.model_config import TokenizerConfig as TokenizerConfig
 from rl_core.model_config import VisionConfig as VisionConfig
+from rl_core.model_config import image_family_problems as image_family_problems
 from rl_core.model_config import local_family as local_family
 from rl_core.model_config import local_hf_config as local_hf_config
 from rl_core.model_config import local_image_token as local_image_token
@@ -439,6 +441,10 @@ from rl_core.token_filter import ALLOWED as ALLOWED
 from rl_core.token_filter import TokenFilter as TokenFilter
 from rl_core.token_filter import allowed_row as allowed_row
 from rl_core.tokenizer import Tokenizer as Tokenizer
+from rl_core.torch.files.buffers import rebuild_buffers as rebuild_buffers
+from rl_core.torch.files.file_names import FileNames as FileNames
+from rl_core.torch.files.file_names import FilePiece as FilePiece
+from rl_core.torch.files.file_names import PieceRegion as PieceRegion
 from rl_core.torch.files.language_part import KEY_MAPPING as KEY_MAPPING
 from rl_core.torch.files.language_part import language_config as language_config
 from rl_core.torch.files.language_part import read_composite_config as read_composite_config
@@ -612,6 +618,8 @@ from rl_core.torch.vision.families import WINDOW_BLOCKS as WINDOW_BLOCKS
 from rl_core.torch.vision.families import VisionFamily as VisionFamily
 from rl_core.torch.vision.families import as_computed as as_computed
 from rl_core.torch.vision.families import as_held as as_held
+from rl_core.torch.vision.parts import VisionParts as VisionParts
+from rl_core.torch.vision.parts import features_of as features_of
 from rl_core.tracing import spans as spans
 from rl_core.tracing.profiling import Profile as Profile
 from rl_core.tracing.profiling import ProfileOrder as ProfileOrder

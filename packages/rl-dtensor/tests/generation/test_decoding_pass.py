@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from rl_core.devices import device_named
 from rl_core.rollouts.generation import GenerationRequest, SamplingParams
 from rl_core.testing.exhaustive import exhaustive
+from rl_core.torch.files.file_names import FileNames
 from rl_core.torch.generation.row import Row
 from rl_core.weights import Manifest, TensorSpec
 from rl_dtensor.generation.cache import RowLayer, row_layers
@@ -22,7 +23,6 @@ from rl_dtensor.generation.generator import HFDecoder
 from rl_dtensor.generation.loading import decoding_pass
 from rl_dtensor.generation.plugin import HFConfig
 from rl_dtensor.model.tiny import shrink
-from rl_dtensor.model.weights import FileNames
 
 USUAL = ("llama", "qwen2", "qwen3", "gemma", "olmo", "phimoe", "starcoder2", "qwen3_moe", "glm4_moe")
 OTHERS = ("arcee", "aria_text", "dots1", "hy_v3", "jais2", "mixtral", "qwen2_moe", "seed_oss", "solar_open")

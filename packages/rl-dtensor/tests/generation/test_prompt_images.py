@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from vision_cases import Rows, VisionOracle
 
 from rl_core.errors import RequestRefused
 from rl_core.images import STORE_VARIABLE, ImageStore
@@ -21,6 +20,7 @@ from rl_core.rollouts.interruption import request_for_rest
 from rl_core.rollouts.rollout import Completion, WeightSpan
 from rl_core.testing.exhaustive import partly_exhaustive
 from rl_core.testing.torch.tiny_vision import write_tiny_vision_model
+from rl_core.testing.torch.vision_rows import Rows, VisionOracle
 from rl_core.testing.torch.weight_sender import Fault, SenderProcess, manifest_of
 from rl_core.torch.generation.row import Row
 from rl_core.weights import Transport

@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM
 
 from rl_core.errors import WeightSyncError
 from rl_core.selfcheck.torch.tiny_model import write_tiny_model
+from rl_core.torch.files.file_names import FileNames
 from rl_core.weights import Manifest, TensorSpec
 from rl_dtensor.generation.generator import WeightAdoption
-from rl_dtensor.model.weights import FileNames
 
 
 class Model(nn.Module):

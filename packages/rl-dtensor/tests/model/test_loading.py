@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rl_dtensor.model.loading import rebuild_buffers
+from rl_core.torch.files.buffers import rebuild_buffers
 from rl_dtensor.selfcheck import SMALL, shrink
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rl_dtensor.model.weights import FileNames
+from rl_core.torch.files.file_names import FileNames
 from rl_dtensor.selfcheck import SMALL, shrink
 
 

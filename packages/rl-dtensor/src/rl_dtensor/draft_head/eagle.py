@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+from rl_core.torch.files.file_names import FilePiece
 from rl_core.torch.files.model_files import CONFIG
 from rl_dtensor.draft_head.head import Head, KeysAndValues, PolicyStates, attending_from_drafts
 from rl_dtensor.model.kernels import Attend, Softmax
 from rl_dtensor.model.layout import RowLayout
 from rl_dtensor.model.settings import DRAFT_KEY
-from rl_dtensor.model.weights import FilePiece
 
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 """Architectures that vLLM serves as `Eagle3LlamaForCausalLM`."""

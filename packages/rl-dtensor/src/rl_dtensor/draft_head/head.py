@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig
 
+from rl_core.torch.files.file_names import FilePiece
 from rl_core.torch.heads import logprobs
 from rl_dtensor.model.kernels import Attend, Softmax
 from rl_dtensor.model.layout import RowLayout, Segments
-from rl_dtensor.model.weights import FilePiece
 
 CHUNK = 512
 """Number of queries for which the mask is in memory at a time."""

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from rl_core.torch.files.file_names import FileNames, FilePiece
 from rl_dtensor.draft_head.head import Head, KeysAndValues, PolicyStates, attending_from_drafts
 from rl_dtensor.model.kernels import Attend
 from rl_dtensor.model.layout import RowLayout
 from rl_dtensor.model.settings import DRAFT_KEY
-from rl_dtensor.model.weights import FileNames, FilePiece
 from rl_dtensor.model.whole import decoder_layers
 
 FAMILIES = ("deepseek_v3", "glm4_moe")

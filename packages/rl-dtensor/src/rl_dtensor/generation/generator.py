@@ -17,6 +17,7 @@ from rl_core.devices import Device
 from rl_core.errors import ConfigError, RequestRefused
 from rl_core.model_config import GenerationConfig, ModelConfig
 from rl_core.rollouts.generation import Placement
+from rl_core.torch.files.file_names import FileNames
 from rl_core.torch.files.model_files import model_folder
 from rl_core.torch.generation.decoder import refuse_tensors
 from rl_core.torch.generation.generator import LocalGenerator
@@ -34,7 +35,6 @@ from rl_dtensor.generation.images import PromptImages
 from rl_dtensor.generation.loading import cache_layers, decoding_pass, load_model
 from rl_dtensor.generation.plugin import HFConfig, exact_problem
 from rl_dtensor.model.layers.replay import RoutingRecorder
-from rl_dtensor.model.weights import FileNames
 
 
 class HFDecoder:

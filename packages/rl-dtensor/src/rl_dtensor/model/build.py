@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from rl_core.model import HEADLESS_ROLES, ModelSpec
 from rl_core.model_config import ModelConfig
+from rl_core.torch.files.buffers import rebuild_buffers
 from rl_core.torch.files.model_files import WeightFiles, read_hf_config, untie_apart
 from rl_core.torch.heads.reads import new_head
 from rl_core.torch.heads.vocab_parallel import VocabShard
@@ -20,6 +21,7 @@ from rl_core.torch.optim.parameters import check_patterns, frozen_names
 from rl_core.torch.process_group import on_all_ranks
 from rl_core.torch.training.lora import MAGNITUDE, InitialFactors
 from rl_core.torch.training.recompute import max_tokens
+from rl_core.torch.vision.parts import VisionParts
 from rl_dtensor.config import DTensorConfig
 from rl_dtensor.model import settings
 from rl_dtensor.model.attention import ROWS
@@ -34,11 +36,11 @@ from rl_dtensor.model.layers.quantized_base import BASE, check_blocks, quantize_
 from rl_dtensor.model.layers.recompute import CountedMemory, checkpoint_activations, fixed_plan
 from rl_dtensor.model.layers.replay import RouterReplay
 from rl_dtensor.model.layout import Alignment, Context, lay_out
-from rl_dtensor.model.loading import check_logits, check_packing, probe_row, rebuild_buffers
+from rl_dtensor.model.loading import check_logits, check_packing, probe_row
 from rl_dtensor.model.model import ReadingModel, ShardedModel
 from rl_dtensor.model.precision import Kept, widen
 from rl_dtensor.model.tiny import is_dropout
-from rl_dtensor.model.vision import VisionParts, vision_of
+from rl_dtensor.model.vision import vision_of
 from rl_dtensor.model.weights import SCORE, Catalog, ShardedWeights, persistent, stored_weight, tied_pairs
 from rl_dtensor.model.whole import LM_HEAD, decoder_layers, fix_frequencies, model_on_meta, shape_of
 from rl_dtensor.parallel.dispatch import AllToAll, DeepEP, Dispatch, default_chunks
@@ -47,7 +49,7 @@ from rl_dtensor.parallel.fsdp import ends_of, local, local_slices, shard_model, 
 from rl_dtensor.parallel.mesh import DTensorMesh
 from rl_dtensor.parallel.plan import plan_of
 from rl_dtensor.parallel.sizes import shape_problems
-from rl_dtensor.parallel.stages import Stages
+from rl_dtensor.parallel.stages import AbsentModule, Stages
 from rl_dtensor.parallel.tensor import part_of, split_tensors
 
 
@@ -140,6 +142,7 @@ class ModelBuilder:
         self.fuses = backend.fused_kernels and runs_kernels(mesh.device)
         self.dispatch: Dispatch | None = None
         self.frozen: set[str] = set()
+        self._parts = VisionParts.of(hf_config.model_type, config.vision)
         self.token_part = (mesh.on("tp"), mesh.sizes.tp) if backend.sequence_parallel else (0, 1)
 
     def build(self) -> ShardedModel:
@@ -159,7 +162,7 @@ class ModelBuilder:
         kept = Kept.of(whole, catalog, self.files, self.compute)
         if self.trains_all:
             self.frozen = frozen_names(config, [name for name, _ in whole.named_parameters()])
-        self.frozen |= VisionParts.of(whole, config.vision).frozen(whole)
+        self.frozen |= self._parts.frozen(name for name, _ in whole.named_parameters())
         parameters = {name for name, _ in whole.named_parameters()}
         replicates = self.trains_all and not kept.computed.isdisjoint(parameters)
         replicates |= self.trains and config.lora_cfg.enabled and config.lora_cfg.use_dora
@@ -221,7 +224,7 @@ class ModelBuilder:
             dispatch_experts(hf, self.dispatch, fused=self.fuses)
         if self.backend.compile:
             compile_layers(hf, decoder_layers(hf))
-        parts, frozen = VisionParts.of(hf, self.config.vision), self.frozen
+        frozen = self.frozen
         if not self.trains_all:
             widen(hf, kept.stored)
         else:
@@ -232,7 +235,7 @@ class ModelBuilder:
                 parameter.requires_grad_(False)
         if self.config.lora_cfg.enabled:
             with torch.device("meta"):
-                add_adapters(hf, self.config.lora_cfg, is_left_out=parts.has_no_adapter)
+                add_adapters(hf, self.config.lora_cfg, is_left_out=self._parts.has_no_adapter)
             # What trains is float32, even if the frozen parameters have the compute dtype.
             for module in hf.modules() if self.trains else ():
                 for parameter in module.parameters(recurse=False):
@@ -374,7 +377,7 @@ class ModelBuilder:
         replicated = set(self._replicated(model, kept))
         shard_model(model, units, replicated=replicated, mesh=mesh, compute=self.compute, cpu_offload=offloads)
         model.to_empty(device=torch.device("cpu") if offloads else mesh.device)
-        rebuild_buffers(model.hf)
+        rebuild_buffers(model.hf, (AbsentModule,))
         fix_frequencies(model.hf, self.config.max_total_sequence_length)
         if offloads:
             for module in model.modules():

@@ -9,7 +9,14 @@ from rl_core.config import Problem
 from rl_core.devices import Device
 from rl_core.facts.hf_config import num_experts_of
 from rl_core.model import HEADLESS_ROLES, Role
-from rl_core.model_config import LoraConfig, ModelConfig, VisionConfig, local_hf_config
+from rl_core.model_config import (
+    QWEN_WITH_IMAGES,
+    LoraConfig,
+    ModelConfig,
+    VisionConfig,
+    image_family_problems,
+    local_hf_config,
+)
 from rl_dtensor.config import AttentionBackend, DTensorConfig
 from rl_dtensor.parallel.sizes import SECTION, text_fields
 
@@ -24,14 +31,11 @@ FLOAT8, QAT = f"{SECTION}.float8", f"{SECTION}.qat"
 DRAFT_KEY = "draft_head.model_name"
 _FLASH = ("flash_attention_2", "flash_attention_3")
 
-QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
-GLM = ("glm4v", "glm4v_moe", "glm46v")
-FAMILIES = (*QWEN, *GLM, "gemma3", "gemma4", "mistral3", "llama4", "idefics3", "smolvlm", "internvl")
+FAMILIES = (
+    *(*QWEN_WITH_IMAGES, "glm4v", "glm4v_moe", "glm46v"),
+    *("gemma3", "gemma4", "mistral3", "llama4", "idefics3", "smolvlm", "internvl"),
+)
 """Model types that train with images."""
-ONLY_WITH_IMAGES = (*QWEN[:4], *GLM)
-"""Families without a causal language model in transformers for their text."""
-SIZED = QWEN
-"""Families whose image processors scale images to a number of pixels."""
 BOTH_WAYS = ("gemma3",)
 """Families whose image tokens see one another."""
 
@@ -187,27 +191,14 @@ def vision_problems(vision: VisionConfig, backend: DTensorConfig, fields: Mappin
         backend: Settings of the backend.
         fields: Fields of the whole Hugging Face config; empty if it is not available.
     """
-    kind = fields.get("model_type")
-    if not vision.enabled and kind in ONLY_WITH_IMAGES:
-        reason = f"must be true for {kind} models, which cannot be trained as language models"
-        yield Problem("vision.enabled", reason, got=False, remedy="Set it to true; rows need no images")
-    if not vision.enabled:
-        return
-    if (stages := backend.pipeline_parallel_size) > 1:
+    if vision.enabled and (stages := backend.pipeline_parallel_size) > 1:
         reason = "must be 1 with vision.enabled=true: a vision tower cannot be cut into stages"
         remedy = "Set it to 1, and tensor_parallel_size or context_parallel_size instead"
         yield Problem(f"{SECTION}.pipeline_parallel_size", reason, got=stages, remedy=remedy)
-    if kind is None:
+    yield from image_family_problems(vision, fields, FAMILIES)
+    kind, seen_by = fields.get("model_type"), (fields.get("text_config") or {}).get("use_bidirectional_attention")
+    if not vision.enabled or kind not in FAMILIES:
         return
-    if kind not in FAMILIES:
-        allowed = f"false, or a model of one of the families {', '.join(FAMILIES)}"
-        yield Problem("vision.enabled", f"is not supported for {kind} models", allowed=allowed)
-        return
-    seen_by = (fields.get("text_config") or {}).get("use_bidirectional_attention")
-    for name in ("min_pixels", "max_pixels"):
-        if getattr(vision, name) is not None and kind not in SIZED:
-            reason = f"has no effect on {kind} models, whose images have fixed sizes"
-            yield Problem(f"vision.{name}", reason, remedy="Remove this key")
     if (kind in BOTH_WAYS or seen_by == "vision") and backend.attention_backend in _FLASH:
         reason = f"cannot let the tokens of an image see one another, as {kind} models do"
         yield Problem(ATTENTION, reason, got=backend.attention_backend, allowed="auto, sdpa, eager, flex")

@@ -1,4 +1,4 @@
-"""The vision of a model: the parts next to its language model, and the embeddings of a pass with images."""
+"""The vision of a model: the embeddings of a pass with images."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rl_core.model_config import PartTraining, VisionConfig
-from rl_core.torch.host_arrays import to_device
-from rl_core.torch.vision.columns import AXES, COLUMN_PREFIX, FEATURES, ImageColumns, ProcessedImages
-from rl_core.torch.vision.families import PIXELS, VISION_FAMILIES, VisionFamily, as_computed, as_held
+from rl_core.model_config import VisionConfig
+from rl_core.torch.vision.columns import AXES, FEATURES, ImageColumns, ProcessedImages
+from rl_core.torch.vision.families import VISION_FAMILIES, VisionFamily
+from rl_core.torch.vision.parts import features_of
 from rl_dtensor.model.layout import RowLayout
 from rl_dtensor.parallel.body import body_of
 
@@ -41,14 +41,7 @@ class Vision:
         """Return arguments of the language model in place of token ids: embeddings `[batch, seq, hidden]`, and further
         arguments of the family."""
         rows = layout.rows
-        if FEATURES in rows.columns:
-            pixels = {name: rows.columns[COLUMN_PREFIX + name] for name in self.family.columns}
-        else:
-            blank = dict(self.family.blank(hf.config))
-            blank[PIXELS] = as_held(blank[PIXELS], self.compute)
-            pixels = dict(zip(blank, to_device(list(blank.values()), layout.input_ids.device), strict=True))
-        pixels[PIXELS] = as_computed(pixels[PIXELS], self.compute)
-        values, deep = self.family.features(hf.base_model, self.family.arguments(pixels))
+        values, deep = features_of(self.family, hf.base_model, rows, self.compute)
         places, is_token = layout.places.clamp(min=0), layout.places >= 0
         index = torch.full_like(layout.places, -1)
         if FEATURES in rows:
@@ -105,61 +98,3 @@ def _per_layer_inputs(hf: PreTrainedModel, input_ids: Tensor, index: Tensor) -> 
         return None
     found: Tensor = body_of(hf).get_per_layer_inputs(input_ids.where(index < 0, text.pad_token_id), None)
     return found
-
-
-@dataclass(frozen=True)
-class VisionParts:
-    """The parts of a model next to its language model; a language model has none.
-
-    Args:
-        family: Family of the model; None for a language model.
-        vision: Training of each part.
-    """
-
-    family: VisionFamily | None
-    vision: VisionConfig
-
-    @classmethod
-    def of(cls, hf: PreTrainedModel, vision: VisionConfig) -> VisionParts:
-        """Return the parts of a model on `meta`."""
-        return cls(VISION_FAMILIES[hf.config.model_type] if vision.enabled else None, vision)
-
-    def frozen(self, hf: PreTrainedModel) -> set[str]:
-        """Return the parameters of tower and projector, by name, that do not train with the language model, and of
-        parameters that no result depends on."""
-        if self.family is None:
-            return set()
-        frozen, others = self._parts_that("frozen")
-        unused = self.family.unused
-        return {
-            name
-            for name, _ in hf.named_parameters()
-            if _is_inside(name, frozen, others) or any(_is_in(name, each) for each in unused)
-        }
-
-    def has_no_adapter(self, name: str) -> bool:
-        """Return whether a layer belongs to a part without adapters, or to a part that no result depends on."""
-        if self.family is None:
-            return False
-        adapted, others = self._parts_that("adapters")
-        is_unused = name.startswith(tuple(f"{each}." for each in self.family.unused))
-        return is_unused or _is_inside(name, others, adapted)
-
-    def _parts_that(self, choice: PartTraining) -> tuple[list[str], list[str]]:
-        """Return the modules, by name, whose parameters train in a way, and the other parts."""
-        assert self.family is not None
-        chosen: list[str] = []
-        others: list[str] = []
-        for part, names in ((self.vision.tower, self.family.tower), (self.vision.projector, self.family.projector)):
-            (chosen if part == choice else others).extend(names)
-        return chosen, others
-
-
-def _is_inside(name: str, parts: list[str], others: list[str]) -> bool:
-    """Return whether a parameter or module belongs to parts. They may be inside one another: the innermost counts."""
-    inner, outer = (max((len(each) for each in names if _is_in(name, each)), default=0) for names in (parts, others))
-    return inner > outer
-
-
-def _is_in(name: str, module: str) -> bool:
-    return f"{name}.".startswith(f"{module}.")

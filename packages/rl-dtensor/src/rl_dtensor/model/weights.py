@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
@@ -13,17 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    Concatenate,
-    MergeModulelist,
-    PrefixChange,
-    Transpose,
-    WeightConverter,
-    WeightRenaming,
-    WeightTransform,
-)
 
+from rl_core.torch.files.file_names import FileNames, FilePiece, PieceRegion
 from rl_core.torch.files.model_files import READ_AS_WEIGHTS, OpenWeights, WeightFiles, head_advice
 from rl_core.torch.quantization.float8 import largest_values
 from rl_core.torch.quantization.formats import Float8Format, WeightFormat, rounded
@@ -39,8 +31,6 @@ from rl_dtensor.parallel.mesh import DTensorMesh
 SCORE = "score.weight"
 SHOWN = 8
 """Maximum number of tensors that an error lists."""
-Region = tuple[int | slice, ...]
-"""Part of a parameter: an index removes a dim; dims that are left out are whole."""
 
 
 class WeightEntry(NamedTuple):
@@ -330,6 +320,16 @@ class ShardedWeights:
         """Return one of several adapters of each weight of this rank; `scale` is that of the config."""
         return self._of_adapters[place] if place < len(self._of_adapters) else {}
 
+    @contextmanager
+    def merging(self, place: int, scale: float) -> Iterator[None]:
+        """Enter a context in which weights have one of several adapters merged in, with this scale."""
+        first = self._adapters
+        self._adapters = {name: each._replace(scale=scale) for name, each in self.adapters_at(place).items()}
+        try:
+            yield
+        finally:
+            self._adapters = first
+
     def _placed_adapters(self) -> list[PlacedAdapter]:
         """Return the adapters of all pipeline stages, in the same order on every rank; collective."""
         stage = self._mesh.on("pp")
@@ -469,13 +469,13 @@ def stored_weight(files: WeightFiles, catalog: Catalog, name: str) -> Tensor:
 
 
 def _shared(
-    region: Region, held: Sequence[slice], shape: Sequence[int]
+    region: PieceRegion, held: Sequence[slice], shape: Sequence[int]
 ) -> tuple[tuple[int | slice, ...], tuple[slice, ...]] | None:
     """Return the common values of a region of a parameter and a rank's part of it, as an index of the part and as
     slices of the region; None if they have none.
 
     Args:
-        region: Region of the parameter.
+        region: PieceRegion of the parameter.
         held: Slices of the parameter that the rank holds.
         shape: Shape of the parameter.
     """
@@ -507,88 +507,3 @@ def _quantised(name: str, dtype: str) -> str:
 def _shown(names: list[str]) -> str:
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return (", ".join(names[:SHOWN]) or "none") + more
-
-
-class FilePiece(NamedTuple):
-    """A tensor as the files have it.
-
-    Args:
-        name: Name in the files.
-        region: Region of the parameter.
-        shape: Shape of the tensor.
-        may_be_transposed: True if files may also have the tensor with its last two dims exchanged.
-    """
-
-    name: str
-    region: Region
-    shape: tuple[int, ...]
-    may_be_transposed: bool = False
-
-
-class FileNames:
-    """Maps a model's parameters to the tensors of its files, as `transformers` converts them.
-
-    Raises:
-        ValueError: If the family's files hold anything except parameters, single experts with separate gate and up, and
-            separate convolutions of the results of several projections.
-    """
-
-    def __init__(self, hf: PreTrainedModel) -> None:
-        self._stacked: dict[str, tuple[str, ...]] = {}
-        self._transposed: list[str] = []
-        self._convolutions: dict[str, tuple[str, ...]] = {}
-        self._num_rows = {name: len(parameter) for name, parameter in hf.named_parameters() if parameter.dim()}
-        self._renamings: list[WeightTransform] = []
-        for conversion in get_model_conversion_mapping(hf, add_legacy=False):
-            if isinstance(conversion, WeightConverter):
-                kinds = [type(operation) for operation in conversion.operations]
-                operations: list[Any] = conversion.operations
-                patterns = (conversion.target_patterns[0], *conversion.source_patterns)
-                target, *sources = (pattern.replace("\\", "") for pattern in patterns)
-                if kinds == [Transpose] and sources == [target] and operations[0].check_dims:
-                    # transformers saves it as it is in the model, and reads both.
-                    self._transposed.append(target)
-                    continue
-                dims = [getattr(operation, "dim", None) for operation in operations]
-                if kinds == [Concatenate] and dims == [0] and all("conv1d" in source for source in sources):
-                    self._convolutions[target] = tuple(sources)
-                    continue
-                is_known = kinds in ([MergeModulelist], [MergeModulelist, Concatenate])
-                if not is_known or dims not in ([0], [0, 1]):
-                    raise ValueError(
-                        f"files of {hf.config.model_type} models hold weights in a layout that is not supported "
-                        f"({', '.join(kind.__name__ for kind in kinds)} of {', '.join(sources)})"
-                    )
-                self._stacked[target] = tuple(sources)
-            elif isinstance(conversion, WeightRenaming) and not isinstance(conversion, PrefixChange):
-                # The last renaming on the way in is the first on the way out.
-                self._renamings.insert(0, conversion.reverse_transform())
-
-    def pieces(self, name: str, shape: tuple[int, ...]) -> Iterator[FilePiece]:
-        """Yield the tensors that make up a parameter."""
-        found = next((target for target in self._convolutions if target in name), None)
-        if found is not None:
-            # A convolution of each channel of several projections is one tensor for each projection in the files.
-            start = 0
-            for source in self._convolutions[found]:
-                width = self._num_rows[name.replace(found, source.replace("conv1d", "proj"))]
-                tensor = self._rename(name.replace(found, source))
-                yield FilePiece(tensor, (slice(start, start + width),), (width, *shape[1:]))
-                start += width
-            return
-        found = next((target for target in self._stacked if target in name), None)
-        if found is None:
-            yield FilePiece(self._rename(name), (), shape, any(target in name for target in self._transposed))
-            return
-        sources = self._stacked[found]
-        width = shape[1] // len(sources)
-        for expert in range(shape[0]):
-            for index, source in enumerate(sources):
-                tensor = name.replace(found, source.replace("*", str(expert)))
-                rows = slice(index * width, (index + 1) * width)
-                yield FilePiece(self._rename(tensor), (expert, rows), (width, *shape[2:]))
-
-    def _rename(self, name: str) -> str:
-        for renaming in self._renamings:
-            name, _ = renaming.rename_source_key(name)
-        return name
