@@ -49,6 +49,7 @@ class ScriptedClient:
     gate: asyncio.Event | None = None
     requests: list[tuple[np.ndarray, SamplingParams, int | None]] = field(default_factory=list)
     completions: list[Completion] = field(default_factory=list)
+    images: list[tuple[str, ...]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._chat = Chat(self.tokenizer, self.tool_format)
@@ -62,10 +63,17 @@ class ScriptedClient:
         return self._chat.characters_per_token
 
     async def generate(
-        self, token_ids: np.ndarray, sampling: SamplingParams | None = None, *, draw: int | None = None, agent: str = ""
+        self,
+        token_ids: np.ndarray,
+        sampling: SamplingParams | None = None,
+        *,
+        draw: int | None = None,
+        agent: str = "",
+        images: Sequence[str] = (),
     ) -> Completion:
         sampling = sampling or self.sampling
         self.requests.append((token_ids, sampling, draw))
+        self.images.append(tuple(images))
         if self.gate is not None:
             await self.gate.wait()
         text = self.write(self.shown(token_ids), draw or 0)

@@ -131,13 +131,13 @@ def of_user(*blocks):
         ({"messages": []}, "messages", "is empty"),
         ({"messages": "Hi"}, "messages", 'a list, got "Hi"'),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "'tool' is not one of user, assistant"),
-        (of_user({"type": "image", "source": {}}), "messages[0].content[0].type", "'image' is not offered"),
+        (of_user({"type": "image", "source": {}}), "messages[0].content[0].source.data", "is missing"),
         (of_user({"text": "x"}), "messages[0].content[0].type", "is missing"),
         (of_user({"type": "tool_result"}), "messages[0].content[0].tool_use_id", "is missing"),
         (
-            of_user({"type": "tool_result", "tool_use_id": "1", "content": [{"type": "image"}]}),
+            of_user({"type": "tool_result", "tool_use_id": "1", "content": [{"type": "document"}]}),
             "messages[0].content[0].content[0].type",
-            "text only",
+            "pass text, and images",
         ),
         (
             {

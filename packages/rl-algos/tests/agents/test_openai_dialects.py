@@ -60,8 +60,8 @@ def test_fields_of_chat_completions_are_read():
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id", "is missing"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            "messages[0].content[0].type",
-            "'image_url' is not offered",
+            "messages[0].content[0].image_url",
+            "is missing",
         ),
         ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema with a schema"),
         ({"top_logprobs": 5}, "top_logprobs", "logprobs=true"),

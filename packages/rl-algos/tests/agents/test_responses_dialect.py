@@ -101,7 +101,11 @@ def test_what_only_the_policy_decides_is_listed(fields, ignored):
         ({"input": [3]}, "input[0]", "must be an object, got 3"),
         ({"input": [{"content": "x"}]}, "input[0].role", "is missing"),
         ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role", "'tool' is not one of system, developer"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type", "text only"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_file"}]}]},
+            "input[0].content[0].type",
+            "pass text, and images",
+        ),
         ({"input": [{"type": "item_reference", "id": "a"}]}, "input[0].type", "'item_reference' is not offered"),
         ({"input": [{"type": "function_call", "name": "a"}]}, "input[0].call_id", "is missing"),
         ({"input": [{"type": "function_call", "call_id": "a"}]}, "input[0].name", "is missing"),

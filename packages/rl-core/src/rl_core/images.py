@@ -7,6 +7,7 @@ through the driver or Ray's object store.
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import os
 import re
@@ -144,13 +145,7 @@ class ImageStore:
             ImageError: If it is not in the store, or its file is damaged.
             ImportError: If pillow is not installed.
         """
-        path = self.path(digest)
-        try:
-            data = path.read_bytes()
-        except FileNotFoundError:
-            raise ImageError(f"the image {digest} is not in {self.folder}") from None
-        if digest_of(data) != digest:
-            raise ImageError(f"the file of the image {digest} in {self.folder} is damaged; remove it")
+        data = self._bytes(digest)
         with _refusals():
             image = _opened(data)
             from PIL import ImageOps
@@ -163,6 +158,27 @@ class ImageStore:
                 white = _pillow().new("RGBA", image.size, (255, 255, 255, 255))
                 image = _pillow().alpha_composite(white, image)
             return image.convert("RGB")
+
+    def data_url(self, digest: str) -> str:
+        """Return the file of an image as a data URL.
+
+        Raises:
+            ImageError: If it is not in the store, or its file is damaged.
+            ImportError: If pillow is not installed.
+        """
+        data = self._bytes(digest)
+        with _refusals():
+            return f"data:{_opened(data).get_format_mimetype()};base64,{base64.b64encode(data).decode()}"
+
+    def _bytes(self, digest: str) -> bytes:
+        path = self.path(digest)
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError:
+            raise ImageError(f"the image {digest} is not in {self.folder}") from None
+        if digest_of(data) != digest:
+            raise ImageError(f"the file of the image {digest} in {self.folder} is damaged; remove it")
+        return data
 
 
 def evenly(count: int, most: int) -> list[int]:

@@ -101,16 +101,23 @@ class AgentEndpoint:
         board: Rollouts for agents that run elsewhere; None if they are not served.
         max_tokens: Maximum number of tokens of a conversation, which bounds the size of a request.
         port: Port to listen at, which other processes of this user may listen at too; 0 for one that is free.
+        takes_images: True if requests may have images, and be as large as those of the longest conversations.
     """
 
     def __init__(
-        self, host: str = "127.0.0.1", board: TaskBoard | None = None, max_tokens: int = 2**20, *, port: int = 0
+        self,
+        host: str = "127.0.0.1",
+        board: TaskBoard | None = None,
+        max_tokens: int = 2**20,
+        *,
+        port: int = 0,
+        takes_images: bool = False,
     ) -> None:
         self._host = host
         self._given_port = port
         self._board = board
         self._board_key = f"rl-agents-{secrets.token_urlsafe(24)}" if board is not None else ""
-        self._max_body = min(MAX_BODY, BODY_BASE + BODY_PER_TOKEN * max_tokens)
+        self._max_body = MAX_BODY if takes_images else min(MAX_BODY, BODY_BASE + BODY_PER_TOKEN * max_tokens)
         self._max_brackets = 50_000 + 2 * max_tokens
         self._open: dict[str, tuple[AgentSession, Address]] = {}
         self._runner: web.ServerRunner | None = None
@@ -225,7 +232,7 @@ class AgentEndpoint:
 
     def _too_large(self) -> CallRefused:
         limit = f"{self._max_body} bytes, the maximum for conversations of policy.max_total_sequence_length tokens"
-        problem = f"the request is larger than {limit}; shorten the conversation"
+        problem = f"the request is larger than {limit}; shorten the conversation, or reduce its images"
         return CallRefused(problem, status=413, code="request_too_large")
 
     def _session(self, asked: Asked, *, posts_rewards: bool = False) -> AgentSession:

@@ -7,6 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from rl_algos.agents.calls import CallRefused, Tools
+from rl_algos.data.row_images import RowImages
+from rl_algos.data.rows.messages import joined_parts
+from rl_core.images import ImageError, ImageStore
 from rl_core.rollouts.program import AnswerForm, requested_schema
 from rl_core.rollouts.rollout import Message
 
@@ -22,6 +25,11 @@ _PENALTIES = ("frequency_penalty", "presence_penalty", "repetition_penalty")
 CHOSEN_BY_THE_RUN = ("temperature", "top_p", "top_k", "min_p", "seed", *_PENALTIES)
 """Fields that set how tokens are drawn. The run decides that, so that training sees the distribution that was sampled
 from; the fields are accepted and have no effect."""
+
+Content = str | Sequence[Mapping[str, Any]]
+"""Content of a message for chat templates: text, or parts that are text or images."""
+
+_NO_DOWNLOADS = "the policy downloads nothing; read the image in the agent and send its bytes in base64"
 
 _KINDS: Mapping[type, str] = {str: "a string", int: "an integer", bool: "a boolean", list: "a list", dict: "an object"}
 
@@ -251,8 +259,56 @@ def text_of_part(part: Any, at: str) -> str:
     fields = Fields(part, at)
     kind = fields.get("type", str, "text")
     if kind not in ("text", "input_text", "output_text", "refusal"):
-        raise fields.refused("type", f"{kind!r} is not offered; this policy reads text only")
+        problem = "is not offered here; pass text, and images in messages of the user and results of tools"
+        raise fields.refused("type", f"{kind!r} {problem}")
     return fields.get("refusal" if kind == "refusal" else "text", str, "")
+
+
+def content_of(content: Any, at: str) -> Content:
+    """Return a content with its text and images as chat templates take it; images are put into the run's store.
+
+    Args:
+        content: A string, null, or a list of parts.
+        at: Its place in the request, for error messages.
+
+    Raises:
+        CallRefused: If a part is neither text nor an image that can be used.
+    """
+    if not isinstance(content, list):
+        return text_of_parts(content, at)
+    return joined([part_of(part, f"{at}[{index}]") for index, part in enumerate(content)])
+
+
+def joined(parts: Sequence[str | Mapping[str, Any]]) -> Content:
+    """Return texts and images as one content: a string without images."""
+    texts = [part for part in parts if isinstance(part, str)]
+    return "".join(texts) if len(texts) == len(parts) else joined_parts(parts)
+
+
+def part_of(part: Any, at: str) -> str | Mapping[str, Any]:
+    """Return the text of a part of a message's content, or its image as a part that refers to the run's store.
+
+    Raises:
+        CallRefused: If it is neither, or the image cannot be used.
+    """
+    fields = Fields(part, at)
+    kind = fields.get("type", str, "text")
+    if kind not in ("image_url", "input_image", "image"):
+        return text_of_part(part, at)
+    if kind == "image":
+        given, name = fields.section("source"), "data"
+        given.refuse_others_than("type", ["base64"], _NO_DOWNLOADS)
+        url = f"data:{given.get('media_type', str, '')};base64,{given.required(name, str)}"
+    else:
+        is_nested = isinstance(fields.raw("image_url"), Mapping)
+        given, name = (fields.section("image_url"), "url") if is_nested else (fields, "image_url")
+        url = given.required(name, str)
+    if not url.startswith("data:"):
+        raise given.refused(name, f"is not a data URL (data:image/png;base64,...), got {_shown(url)}; {_NO_DOWNLOADS}")
+    try:
+        return ImageStore.of_run().put(RowImages(folder=None).read(url)).part()
+    except (ImageError, ImportError) as error:
+        raise given.refused(name, f"cannot be used: {error}") from None
 
 
 def conversation(messages: Iterable[Message], at: str = "messages") -> tuple[Message, ...]:

@@ -70,6 +70,7 @@ class LiveProgram:
         sampling: How completions for users are drawn.
         group_size: Number of conversations of a place.
         split: True to render every conversation anew.
+        takes_images: True if the policy reads images.
         structured_output: What happens to calls that ask for a form of the answer.
     """
 
@@ -81,12 +82,13 @@ class LiveProgram:
         sampling: SamplingParams,
         group_size: int,
         split: bool = False,
+        takes_images: bool = False,
         structured_output: StructuredOutput = "refuse",
     ) -> None:
         assert config.live is not None, "users are served with agent.live only"
         self._config, self._limits = config, config.live
         self._max_tokens, self._sampling, self._size = max_tokens, sampling, group_size
-        self._splits, self._structured_output = split, structured_output
+        self._splits, self._takes_images, self._structured_output = split, takes_images, structured_output
         self._single_turn = MultiTurnProgram(
             max_turns=1, max_tokens=max_tokens, split=split, structured_output=structured_output
         )
@@ -113,7 +115,8 @@ class LiveProgram:
         self._folder = folder
         self._store = ConversationStore(folder / "conversations.sqlite")
         await self._store.open()
-        self._endpoint = LiveEndpoint(self, LiveKeys.of_run(folder / "keys.json"), self._config, self._max_tokens)
+        keys = LiveKeys.of_run(folder / "keys.json")
+        self._endpoint = LiveEndpoint(self, keys, self._config, self._max_tokens, takes_images=self._takes_images)
         await self._endpoint.start()
         self._endpoint.describe(folder / "endpoint.json")
         self._tidying = asyncio.create_task(self._tidy())

@@ -114,6 +114,7 @@ class LiveEndpoint(AgentEndpoint):
         config: Settings of the agent.
         max_tokens: Maximum number of tokens of a conversation.
         clock: Seconds.
+        takes_images: True if the policy reads images.
     """
 
     def __init__(
@@ -123,9 +124,11 @@ class LiveEndpoint(AgentEndpoint):
         config: AgentConfig,
         max_tokens: int,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        takes_images: bool = False,
     ) -> None:
         assert config.live is not None, "users are served with agent.live only"
-        super().__init__(config.host, max_tokens=max_tokens, port=config.live.port)
+        super().__init__(config.host, max_tokens=max_tokens, port=config.live.port, takes_images=takes_images)
         self._desk, self._keys, self._limits = desk, keys, config.live
         self._bucket = TokenBucket(self._limits.requests_per_minute, clock)
         self._num_requests = 0

@@ -19,7 +19,7 @@ from rl_algos.connections import collect_rarely
 from rl_algos.rollouts.config import AgentConfig, StructuredOutput
 from rl_core.agent_processes.launcher import AgentFailed, AgentLost, ProcessLauncher
 from rl_core.errors import EnvironmentFailed
-from rl_core.images import image_digests
+from rl_core.images import ImageStore
 from rl_core.rollouts.environment import (
     AGENT_FAILURE,
     AGENT_OUTPUT,
@@ -30,7 +30,7 @@ from rl_core.rollouts.environment import (
     this_network,
 )
 from rl_core.rollouts.program import GenerationClient
-from rl_core.rollouts.rollout import Prompt, Rollout
+from rl_core.rollouts.rollout import Message, Prompt, Rollout
 from rl_core.user_code import FromFile
 
 _log = logging.getLogger(__name__)
@@ -73,8 +73,20 @@ class Task:
     def described(self) -> dict[str, Any]:
         """The prompt as agents read it."""
         prompt = self.prompt
-        messages, tools = [dict(message) for message in prompt.messages], [dict(tool) for tool in prompt.tools]
+        messages, tools = [*map(_as_sent, prompt.messages)], [dict(tool) for tool in prompt.tools]
         return {"id": prompt.id, "messages": messages, "info": dict(prompt.info), "tools": tools}
+
+
+def _as_sent(message: Message) -> dict[str, Any]:
+    """Return a message as agents send it, with its images as data URLs."""
+    content = message.get("content")
+    if not isinstance(content, list | tuple):
+        return dict(message)
+    return {**message, "content": [_sent_part(part) if part["type"] == "image" else dict(part) for part in content]}
+
+
+def _sent_part(part: Mapping[str, Any]) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": ImageStore.of_run().data_url(part["image"])}}
 
 
 Play = Callable[[Task], Awaitable[Any]]
@@ -92,6 +104,7 @@ class AgentProgram:
         files: The agent's own files by name, for one that an environment runs.
         max_tokens: Maximum number of tokens of a conversation.
         split: True to render every conversation anew.
+        takes_images: True if the policy reads images.
         structured_output: What happens to calls that ask for a form of the answer.
     """
 
@@ -102,6 +115,7 @@ class AgentProgram:
         function: str | FromFile | None,
         max_tokens: int,
         split: bool = False,
+        takes_images: bool = False,
         structured_output: StructuredOutput = "refuse",
         files: Mapping[str, bytes] | None = None,
     ) -> None:
@@ -110,7 +124,7 @@ class AgentProgram:
         self._split = split
         self._structured_output = structured_output
         self._board = TaskBoard(config.lease_s) if config.external else None
-        self._endpoint = AgentEndpoint(config.host, self._board, max_tokens)
+        self._endpoint = AgentEndpoint(config.host, self._board, max_tokens, takes_images=takes_images)
         self._processes: ProcessLauncher | None = None
         if self._board is not None:
             self._play = _played_elsewhere(self._board)
@@ -159,11 +173,7 @@ class AgentProgram:
 
         Raises:
             AgentFailed: If the agent fails, there is no reward, or it was killed `MAX_RESTARTS` times and once more.
-            ValueError: If the prompt has images, which agents are not given.
         """
-        if image_digests(prompt.messages):
-            problem = "the prompt has images, but agents call the policy with text only"
-            raise ValueError(f"{problem}; remove the section `agent`, or the images")
         num_restarts = 0
         while True:
             try:

@@ -22,8 +22,11 @@ from jinja2 import TemplateError
 
 from rl_algos.agents.calls import CallRefused, FinishReason, ModelAnswer, ModelCall, ModelChoice
 from rl_algos.agents.tree import CallTree, Node, digests_of
+from rl_algos.images.image_tokens import texts_of
 from rl_algos.rollouts.config import StructuredOutput
 from rl_algos.rollouts.training.metrics import ignored_info
+from rl_core.errors import DataError
+from rl_core.images import image_digests
 from rl_core.rollouts.environment import ToolCall
 from rl_core.rollouts.generation import SamplingParams
 from rl_core.rollouts.program import GenerationClient
@@ -147,7 +150,7 @@ class AgentSession:
         # that has not ended; it continues after its client has hung up, and the next request waits for it.
         self._admission = asyncio.Lock()
         self._jobs: set[asyncio.Future[Any]] = set()
-        self._drawn: dict[tuple[bytes, SamplingParams], set[int]] = defaultdict(set)
+        self._drawn: dict[tuple[bytes, tuple[str, ...], SamplingParams], set[int]] = defaultdict(set)
         self._rewards: dict[str, float] = {}
         self._num_sampled_calls = 0
         self._is_truncated = False
@@ -473,7 +476,8 @@ class AgentSession:
             problem = f"this rollout has had its {self._max_calls} completions (agent.max_calls)"
             raise CallRefused(problem, status=403, code="rollout_call_limit")
         self._num_sampled_calls += call.num_choices
-        completions = await self._sampled(prepared.tokens, sampling, call.num_choices)
+        images = image_digests(call.messages)
+        completions = await self._sampled(prepared.tokens, images, sampling, call.num_choices)
         size = max(call.size, sum(len(completion.token_ids) for completion in completions))
         made = await self.off_loop(size, self._made, call, prepared, answer_id, completions)
         for _, node in made:
@@ -511,18 +515,22 @@ class AgentSession:
             made.append((choice, node))
         return made
 
-    async def _sampled(self, tokens: np.ndarray, sampling: SamplingParams, num_choices: int) -> list[Completion]:
+    async def _sampled(
+        self, tokens: np.ndarray, images: tuple[str, ...], sampling: SamplingParams, num_choices: int
+    ) -> list[Completion]:
         """Return completions of the first draws that no equal call has. The draws of a failed call are free again."""
         # Calls that differ only in fields that the policy does not see ask for the same draws.
-        drawn = self._drawn[hashlib.blake2b(tokens.data, digest_size=16).digest(), sampling]
+        drawn = self._drawn[hashlib.blake2b(tokens.data, digest_size=16).digest(), images, sampling]
         own: list[int] = []
         for _ in range(num_choices):
             own.append(_first_free(drawn))
             drawn.add(own[-1])
         try:
-            first, agent = self._first_draw, {"agent": self._agent} if self._agent else {}
+            first = self._first_draw
+            told: dict[str, Any] = {"agent": self._agent} if self._agent else {}
+            told |= {"images": images} if images else {}
             return await asyncio.gather(
-                *[self._client.generate(tokens, sampling, draw=first + draw, **agent) for draw in own]
+                *[self._client.generate(tokens, sampling, draw=first + draw, **told) for draw in own]
             )
         except BaseException:
             drawn.difference_update(own)
@@ -532,7 +540,7 @@ class AgentSession:
         """Render and tokenise a call. Most calls without room for a completion are found by their size, before that."""
         # Count only characters that every chat template shows: it may leave out tools, parts of the policy's turns, and
         # spaces around the other messages.
-        others = [str(each["content"]).strip() for each in call.messages if each["role"] != "assistant"]
+        others = ["".join(texts_of(each)).strip() for each in call.messages if each["role"] != "assistant"]
         num_characters = sum(map(len, others)) if call.text is None else len(call.text)
         num_tokens = math.ceil(num_characters / self._client.characters_per_token)
         if num_tokens > self._max_tokens:
@@ -576,6 +584,8 @@ class AgentSession:
             problem = f"the chat template of the policy does not render this conversation: {error}"
             remedy = "check the order and the roles of its messages"
             raise CallRefused(f"{problem}; {remedy}", param="messages") from error
+        except DataError as error:
+            raise CallRefused(str(error), param="messages") from error
 
     def _sampling(self, call: ModelCall, prepared: _Prepared) -> SamplingParams | None:
         """Return how the completion is drawn; None if there is no room for one."""

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from rl_algos.rollouts.worker.transcript import Transcript
+from rl_core.images import image_digests
 from rl_core.rollouts.environment import StepResult
 from rl_core.rollouts.rollout import Completion, Message, Prompt, Rollout, SegmentContext
 
@@ -133,15 +134,16 @@ class CallTree:
             is_truncated: True if it ran into a limit; it also did if a branch ends with a completion that did.
         """
         leaves = [node for node in self.nodes if not node.children]
-        transcript = Transcript(prompt, leaves[0].path[0].context)
+        first = leaves[0].path[0]
+        transcript = Transcript(prompt, first.context, images=image_digests(first.given))
         trained: set[int] = set()
         for number, leaf in enumerate(leaves):
             path = leaf.path
             for depth, node in enumerate(path):
                 if depth:
-                    transcript.add_context(node.context)
+                    transcript.add_context(node.context, image_digests(node.given))
                 elif number:
-                    transcript.begin(node.context)
+                    transcript.begin(node.context, image_digests(node.given))
                 if id(node) in trained:
                     transcript.add_context(node.completion.token_ids)
                     continue

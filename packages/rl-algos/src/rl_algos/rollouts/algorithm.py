@@ -199,7 +199,7 @@ class RolloutAlgorithm(Algorithm[C, Datasets, RolloutData]):
             every = (*prepared.train.datasets, prepared.validation)
             environments = frozenset(prompt.environment for prompts in every for prompt in prompts)
         users = training_sampling(config.policy.generation, prepared.stop_token_ids)
-        found = program_needs(settings, config.policy.max_total_sequence_length, environments, users)
+        found = program_needs(settings, config.policy, environments, users)
         return replace(
             with_judges(found, config),
             keeps_cache=settings.keeps_cache,
@@ -247,7 +247,7 @@ def evaluation_needs(config: EvaluationRoot, environments: frozenset[str]) -> Ro
         environments: Names of the environments that score the tasks.
     """
     rollouts = RolloutConfig(max_rollout_turns=config.eval.max_turns or 1)
-    return with_judges(program_needs(rollouts, config.policy.max_total_sequence_length, environments), config)
+    return with_judges(program_needs(rollouts, config.policy, environments), config)
 
 
 class RolloutEvaluation:
@@ -301,7 +301,7 @@ class RolloutEvaluation:
         if not any(task.groups for task in tasks):
             reasons = "; ".join(reason for task in tasks for _, reason in task.refused[:1])
             raise ConfigError(f"no prompt leaves room for a completion: {reasons}")
-        needs = program_needs(rollouts, policy.max_total_sequence_length, environments)
+        needs = program_needs(rollouts, policy, environments)
         most = max(task.num_samples for task in tasks)
         several = (*powers_of_two(most), most) if most > 1 else ()
         k = tuple(sorted(set(settings.k or several)))

@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 from rl_algos.data.config import DataRoot, DatasetConfig, written_problems
 from rl_algos.evaluation.config import EvaluationConfig
 from rl_core.config import Config, EnvVars, PathText, Problem, ProblemError, Rename, WhenChanged, is_changed, moved
-from rl_core.model_config import DraftHeadConfig, GenerationConfig, ModelConfig, TokenizerConfig
+from rl_core.model_config import DraftHeadConfig, GenerationConfig, ModelConfig, TokenizerConfig, VisionConfig
 from rl_core.token_filter import TokenFilter
 
 SCORED_BY_AGENT = "agent"
@@ -645,6 +645,8 @@ class GeneratingPolicy(Protocol):
     """The tokenizer and its chat template."""
     draft_head: DraftHeadConfig | None
     """Draft head that trains with the policy; None without one."""
+    vision: VisionConfig
+    """Settings of images."""
 
 
 class EvaluationRoot(Protocol):

@@ -13,6 +13,7 @@ from rl_algos.rollouts.config import (
     DRAFTER,
     SCORED_BY_AGENT,
     EvaluationRoot,
+    GeneratingPolicy,
     PolicyGradientConfig,
     RolloutConfig,
     RolloutRoot,
@@ -51,17 +52,17 @@ SAMPLED = 4
 
 
 def program_needs(
-    settings: RolloutConfig, max_tokens: int, environments: frozenset[str], users: SamplingParams | None = None
+    settings: RolloutConfig, policy: GeneratingPolicy, environments: frozenset[str], users: SamplingParams | None = None
 ) -> RolloutNeeds:
     """Return the needs of the rollout program of an algorithm, or of the agent that plays instead of it.
 
     Args:
         settings: Section of the algorithm.
-        max_tokens: Maximum number of tokens of a rollout.
+        policy: Section of the policy.
         environments: Names of the environments that score the prompts.
         users: How completions for users are drawn; None in an evaluation, which serves nobody.
     """
-    agent = settings.agent
+    agent, max_tokens = settings.agent, policy.max_total_sequence_length
     if agent is None or (settings.serves_users and users is None):
         given: dict[str, Any] = {"max_turns": settings.max_rollout_turns, "max_tokens": max_tokens}
         # A program of the user's makes its segments itself.
@@ -72,7 +73,7 @@ def program_needs(
         program, args = program_named(settings.rollout_program), {**given, **settings.rollout_program_args}
         return RolloutNeeds(program, args, environments, settings.max_rollout_s)
     shared = {"config": agent, "max_tokens": max_tokens, "split": settings.renders_anew}
-    shared["structured_output"] = settings.structured_output
+    shared |= {"takes_images": policy.vision.enabled, "structured_output": settings.structured_output}
     if settings.serves_users:
         args = {**shared, "sampling": users, "group_size": settings.num_generations_per_prompt}
         return RolloutNeeds(LIVE_PROGRAM, args, environments, settings.max_rollout_s)

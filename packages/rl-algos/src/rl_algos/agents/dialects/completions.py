@@ -8,7 +8,7 @@ from itertools import accumulate
 from typing import Any
 
 from rl_algos.agents.calls import COMMENT, CallRefused, ModelAnswer, ModelCall, ModelChoice, StreamEvent
-from rl_algos.agents.fields import MAX_CHOICES, Fields, conversation, text_of_parts, tool_call
+from rl_algos.agents.fields import MAX_CHOICES, Fields, content_of, conversation, text_of_parts, tool_call
 from rl_core.rollouts.rollout import Message
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -155,7 +155,8 @@ def _head(call: ModelCall, answer: ModelAnswer, kind: str) -> dict[str, Any]:
 def _message(given: Any, at: str) -> Message:
     fields = Fields(given, at)
     message: dict[str, Any] = {"role": fields.role(_ROLES)}
-    message["content"] = text_of_parts(fields.raw("content"), f"{at}.content")
+    read = content_of if message["role"] in ("user", "tool") else text_of_parts
+    message["content"] = read(fields.raw("content"), f"{at}.content")
     if name := fields.get("name", str, ""):
         message["name"] = name
     if message["role"] == "tool":

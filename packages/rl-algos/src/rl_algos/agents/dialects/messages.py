@@ -7,7 +7,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rl_algos.agents.calls import CallRefused, ModelAnswer, ModelCall, StreamEvent
-from rl_algos.agents.fields import Fields, conversation, text_of_part, text_of_parts, tool_call
+from rl_algos.agents.fields import (
+    Fields,
+    content_of,
+    conversation,
+    joined,
+    part_of,
+    text_of_part,
+    text_of_parts,
+    tool_call,
+)
 from rl_core.rollouts.rollout import Message
 
 PREFILL = "prefill"
@@ -150,7 +159,7 @@ def _turn(given: Any, at: str) -> Iterator[Message]:
     if not isinstance(content, list):
         yield {"role": role, "content": text_of_parts(content, f"{at}.content")}
         return
-    texts: list[str] = []
+    parts: list[str | Mapping[str, Any]] = []
     calls: list[dict[str, Any]] = []
     for index, block in enumerate(content):
         place = f"{at}.content[{index}]"
@@ -160,18 +169,21 @@ def _turn(given: Any, at: str) -> Iterator[Message]:
             call_id, name = part.required("id", str), part.required("name", str)
             calls.append(tool_call(call_id, name, part.raw("input") or {}, f"{place}.input"))
         elif role != "assistant" and kind == "tool_result":
-            if texts:
-                yield {"role": role, "content": "".join(texts)}
-                texts = []
-            result = text_of_parts(part.raw("content"), f"{place}.content")
+            if parts:
+                yield {"role": role, "content": joined(parts)}
+                parts = []
+            result = content_of(part.raw("content"), f"{place}.content")
             # Chat templates have no place for the flag.
-            if part.get("is_error", bool, False) and not result.lower().startswith("error"):
-                result = f"Error: {result}" if result else "Error"
+            if part.get("is_error", bool, False):
+                if not isinstance(result, str):
+                    result = joined(["Error: ", *result])
+                elif not result.lower().startswith("error"):
+                    result = f"Error: {result}" if result else "Error"
             yield {"role": "tool", "content": result, "tool_call_id": part.required("tool_use_id", str)}
         elif role != "assistant" or kind not in ("thinking", "redacted_thinking"):
-            texts.append(text_of_part(block, place))
-    if texts or not content or role == "assistant":
-        message = {"role": role, "content": "".join(texts)}
+            parts.append((part_of if role == "user" else text_of_part)(block, place))
+    if parts or not content or role == "assistant":
+        message = {"role": role, "content": joined(parts)}
         yield {**message, "tool_calls": calls} if calls else message
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from rl_algos.agents.calls import COMMENT, ModelAnswer, ModelCall, ModelChoice, StreamEvent
 from rl_algos.agents.dialects.completions import logprobs_of_tokens, openai_error
-from rl_algos.agents.fields import Fields, conversation, text_of_parts, tool_call
+from rl_algos.agents.fields import Fields, content_of, conversation, text_of_parts, tool_call
 from rl_core.rollouts.rollout import Message
 
 _ROLES = ("system", "developer", "user", "assistant")
@@ -151,7 +151,8 @@ def _messages(items: Sequence[Any]) -> Sequence[Message]:
         kind = fields.get("type", str, "message")
         if kind == "message":
             role = fields.role(_ROLES)
-            messages.append({"role": role, "content": text_of_parts(fields.raw("content"), f"{at}.content")})
+            read = content_of if role == "user" else text_of_parts
+            messages.append({"role": role, "content": read(fields.raw("content"), f"{at}.content")})
         elif kind == "function_call":
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": ""})
@@ -159,7 +160,7 @@ def _messages(items: Sequence[Any]) -> Sequence[Message]:
             call = tool_call(call_id, name, fields.raw("arguments") or "", at)
             messages[-1].setdefault("tool_calls", []).append(call)
         elif kind == "function_call_output":
-            result = text_of_parts(fields.raw("output"), f"{at}.output")
+            result = content_of(fields.raw("output"), f"{at}.output")
             messages.append({"role": "tool", "content": result, "tool_call_id": fields.required("call_id", str)})
         elif kind != "reasoning":
             allowed = "message, function_call, function_call_output or reasoning"

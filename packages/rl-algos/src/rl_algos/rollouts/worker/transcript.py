@@ -32,7 +32,7 @@ class Transcript:
         self._logprobs: list[np.ndarray] = []
         self._routing: list[list[np.ndarray]] = [[]]
         self._begins = [0]
-        self._images: list[tuple[str, ...]] = [tuple(images)]
+        self._images: list[tuple[str, ...]] = [()]
         self._spans: list[WeightSpan] = []
         self._turns: list[Turn] = []
         self._rewards: Counter[str] = Counter()
@@ -42,7 +42,7 @@ class Transcript:
         self._thoughts: list[Thinking] = []
         self._allowed: list[tuple[bytes, ...]] = []
         self._stop_reason = "abort"
-        self.add_context(prompt.token_ids if first is None else first)
+        self.add_context(prompt.token_ids if first is None else first, images)
 
     @property
     def tokens(self) -> np.ndarray:
@@ -63,8 +63,7 @@ class Transcript:
         """
         before = self.tokens
         if np.array_equal(tokens[: len(before)], before):
-            self._images[-1] = tuple(images)
-            self.add_context(tokens[len(before) :])
+            self.add_context(tokens[len(before) :], images[len(self.images) :])
             return
         self.begin(tokens, images)
 
@@ -72,11 +71,12 @@ class Transcript:
         """Begin a segment; see `go_on`."""
         self._begins.append(len(self._tokens))
         self._routing.append([])
-        self._images.append(tuple(images))
-        self.add_context(tokens)
+        self._images.append(())
+        self.add_context(tokens, images)
 
-    def add_context(self, tokens: np.ndarray) -> None:
-        """Append tokens that the policy did not sample."""
+    def add_context(self, tokens: np.ndarray, images: Sequence[str] = ()) -> None:
+        """Append tokens that the policy did not sample, with the images among them; see `go_on`."""
+        self._images[-1] += tuple(images)
         self._append(tokens, 0, np.zeros(len(tokens), dtype=np.float32))
 
     def add_completion(self, completion: Completion) -> None:
