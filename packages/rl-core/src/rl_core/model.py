@@ -11,6 +11,7 @@ import numpy as np
 from rl_core.data.batch import Batch
 from rl_core.devices import Device, device_named
 from rl_core.metrics import Metric
+from rl_core.model_config import SchedulerConfig
 from rl_core.token_filter import ALLOWED, TokenFilter
 from rl_core.weights import WeightSource
 
@@ -401,17 +402,31 @@ class Adapters(Protocol):
         """Write the factors and the optimizer state of an adapter under a new folder, for `load` on any mesh; returns
         the files. Its gradient so far is not written."""
 
-    def load(self, place: int, path: str, *, with_optimizer: bool = True) -> None:
+    def load(self, place: int, path: str, *, with_optimizer: bool = True, files: Sequence[SavedFile] = ()) -> None:
         """Put an adapter that `save` wrote into a place; the gradient so far of the one that was there is discarded.
 
         Args:
             place: Where it goes.
             path: Folder that `save` was called with.
             with_optimizer: False to begin with an empty optimizer state.
+            files: What `save` returned for it, which is compared with the files there before anything is loaded.
+
+        Raises:
+            CheckpointDamaged: Naming a file that is missing or differs; the adapter is as it was.
         """
 
-    def export(self, place: int, path: str) -> tuple[SavedFile, ...]:
-        """Write an adapter as `peft` and vLLM load it next to the base; returns the files."""
+    def export(self, place: int, path: str, *, merged: bool = False) -> tuple[SavedFile, ...]:
+        """Write an adapter as `peft` and vLLM load it next to the base, or the weights with the adapter merged as
+        `Model.export` does; returns the files."""
+
+    def rates(self, lr: float, scheduler: Sequence[SchedulerConfig], count: int) -> list[float]:
+        """Return the learning rates that a schedule gives the first steps of an adapter with a rate of its own.
+
+        Args:
+            lr: The rate that the schedule changes.
+            scheduler: As `ModelConfig.scheduler`.
+            count: Number of steps.
+        """
 
 
 class Resident(Protocol):

@@ -31,7 +31,7 @@ from rl_core.metrics import Metric
 from rl_core.model import AdapterSettings, StepSettings
 from rl_core.rollouts.rollout import Completion, WeightSpan
 from rl_launch.root_config import TinkerConfig
-from rl_launch.tinker.host import AdapterWork
+from rl_launch.runtime.adapter_places import AdapterWork
 from rl_launch.tinker.server import TinkerServer
 
 VOCAB = 12

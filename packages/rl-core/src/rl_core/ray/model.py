@@ -31,6 +31,7 @@ from rl_core.model import (
     StepSettings,
     read_columns,
 )
+from rl_core.model_config import SchedulerConfig
 from rl_core.ray.calls import fetch, gather, request_stacks
 from rl_core.ray.rows import StoredRows
 from rl_core.weights import Manifest, Transport, WeightForm
@@ -423,10 +424,17 @@ class RemoteAdapters:
         """See `rl_core.model.Adapters.save`."""
         return tuple(file for part in self._model.on_adapters("save", place, path, changes=False) for file in part)
 
-    def load(self, place: int, path: str, *, with_optimizer: bool = True) -> None:
+    def load(self, place: int, path: str, *, with_optimizer: bool = True, files: Sequence[SavedFile] = ()) -> None:
         """See `rl_core.model.Adapters.load`."""
-        self._model.on_adapters("load", place, path, changes=True, with_optimizer=with_optimizer)
+        options: Any = {"with_optimizer": with_optimizer, "files": tuple(files)}
+        self._model.on_adapters("load", place, path, changes=True, **options)
 
-    def export(self, place: int, path: str) -> tuple[SavedFile, ...]:
+    def export(self, place: int, path: str, *, merged: bool = False) -> tuple[SavedFile, ...]:
         """See `rl_core.model.Adapters.export`."""
-        return tuple(file for part in self._model.on_adapters("export", place, path, changes=False) for file in part)
+        written = self._model.on_adapters("export", place, path, changes=False, merged=merged)
+        return tuple(file for part in written for file in part)
+
+    def rates(self, lr: float, scheduler: Sequence[SchedulerConfig], count: int) -> list[float]:
+        """See `rl_core.model.Adapters.rates`."""
+        rates: list[float] = self._model.on_adapters("rates", lr, list(scheduler), count, changes=False)[0]
+        return rates

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +97,11 @@ class DTensorAdapters:
         self._model.reshard_all()
         return self._model.weights.adapters(place=place)
 
+    def merging(self, place: int) -> AbstractContextManager[None]:
+        """Return a context in which the weights that leave the model have this adapter merged in."""
+        self._model.reshard_all()
+        return self._model.weights.merging(place, self._scale(place))
+
     @contextmanager
     def stepping(self, place: int) -> Iterator[None]:
         """Enter a context in which the optimizer has only the parameters of this adapter."""
@@ -125,9 +130,12 @@ class DTensorAdapters:
         self.settings.pop(place, None)
         if settings is not None:
             self.settings[place] = settings
-        scale = self._config.scale if settings is None else settings.alpha / settings.rank
         for chunk in self._model.chunks:
-            set_scale(chunk.hf, place, scale)
+            set_scale(chunk.hf, place, self._scale(place))
+
+    def _scale(self, place: int) -> float:
+        settings = self.settings.get(place)
+        return self._config.scale if settings is None else settings.alpha / settings.rank
 
     def _forget_state(self, place: int) -> None:
         if self._optimizer is not None:

@@ -449,17 +449,28 @@ DATA_CHECKS = (
 )
 """Checks that a command makes once."""
 
-START_CHECKS = (
-    StartCheck("tokenizer", _load_tokenizer, after=("inputs",)),
-    StartCheck("models", _check_models, after=("tokenizer",)),
+ROW_CHECKS = (
     StartCheck("prompts", _prepare_prompts, after=("rows", "tokenizer")),
     StartCheck("data", _compare_data, after=("prompts", "run directory")),
+)
+"""Checks of the rows of a run with its tokenizer."""
+
+MODEL_CHECKS = (
+    StartCheck("tokenizer", _load_tokenizer, after=("inputs",)),
+    StartCheck("models", _check_models, after=("tokenizer",)),
+)
+"""Checks of the files of models."""
+
+WORKER_CHECKS = (
     StartCheck("placement", _check_placement, after=("devices",)),
     StartCheck("worker environments", _provide_environments, after=("models", "placement"), waits=_to_build),
     StartCheck("agent", _load_agent, after=("worker environments",)),
     StartCheck("engines", _check_engines, after=("worker environments",)),
     StartCheck("model families", _prove_families, after=("engines",)),
 )
+"""Checks of the processes of a run."""
+
+START_CHECKS = (*MODEL_CHECKS, *ROW_CHECKS, *WORKER_CHECKS)
 """Checks before each start, also before a start after a loss."""
 
 EVALUATION_CHECKS = (

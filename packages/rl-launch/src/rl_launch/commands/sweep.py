@@ -1,4 +1,4 @@
-"""`rl sweep`: runs of all combinations of some values, one after another in one Ray."""
+"""`rl sweep`: runs of all combinations of some values, one after another in one Ray, or at once on one base model."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from rl_core.errors import ConfigError, DataError, RunDirectoryError, WorkerEnvi
 from rl_launch.cluster.device import check_devices, resolve_device
 from rl_launch.commands.preparation import check_run_dir
 from rl_launch.commands.runs import Listing
+from rl_launch.commands.shared_runs import SweptRun, base_of, shared_problem, shares_a_base, train_together
 from rl_launch.commands.start import GivenRun, recipe_name, run_of
 from rl_launch.commands.train import TrainOutcome, finished_metrics, train
 from rl_launch.run_config.reading import read_raw
@@ -37,17 +38,22 @@ _NUMBER = re.compile(r"-?[0-9.]+([eE][-+]?[0-9]+)?")
 
 @dataclass(frozen=True)
 class Sweep:
-    """Runs to be made one after another.
+    """Runs to be made one after another, or at the same time if they share a base model.
 
     Args:
         folder: Has a folder for each run.
         keys: Keys that have several values.
-        runs: As `rl train` makes them of the same overrides; the values of the last key change first.
+        swept: As `rl train` makes them of the same overrides; the values of the last key change first.
     """
 
     folder: Path
     keys: tuple[str, ...]
-    runs: tuple[GivenRun, ...]
+    swept: tuple[SweptRun, ...]
+
+    @property
+    def runs(self) -> list[GivenRun]:
+        """The runs."""
+        return [each.given for each in self.swept]
 
     def folders(self) -> list[RunFolder]:
         """Return the runs that have begun."""
@@ -87,13 +93,18 @@ def sweep_of(recipe: str, overrides: Sequence[str]) -> Sweep:
     swept_keys = [keys[place] for place in swept]
     runs, problems = [], []
     for run, settings in zip(run_names(swept_keys, values), combined, strict=True):
+        given = (*settings, f"{_RUN_DIR}={folder / run}")
         try:
-            runs.append(run_of(recipe, [*settings, f"{_RUN_DIR}={folder / run}"]))
+            found = SweptRun(run_of(recipe, given), recipe, given)
         except ConfigError as error:
             problems.append(f"{run}: {error}")
+            continue
+        if shares_a_base(found.given.plan) and (problem := shared_problem(found.given.plan)):
+            problems.append(f"{run}: {problem}")
+        runs.append(found)
     if problems:
         raise ConfigError("\n".join(problems))
-    places = [place for run in runs if (place := run.plan.config.checkpointing.push_to) is not None]
+    places = [place for run in runs if (place := run.given.plan.config.checkpointing.push_to) is not None]
     if len(set(places)) < len(places):
         raise ConfigError(
             f"checkpointing.push_to: several runs of the sweep would push to {places[0]}, and overwrite each other. "
@@ -126,6 +137,8 @@ def run_sweep(sweep: Sweep, explained: Callable[[Exception, Path], str]) -> tupl
     fails the others are made all the same.
 
     One Ray serves all runs. It is started again for a run whose `cluster` section differs, and after one that failed.
+    Runs with `policy.lora_cfg.max_adapters` above 1 whose base model is the same are trained together, up to that
+    number at a time.
 
     Args:
         sweep: The runs.
@@ -141,40 +154,59 @@ def run_sweep(sweep: Sweep, explained: Callable[[Exception, Path], str]) -> tupl
     """
     for run in sweep.runs:
         check_run_dir(run.run_dir, run.plan, fresh=False)
-    waiting = [run for run in sweep.runs if finished_metrics(run.run_dir, run.plan) is None]
-    for run in waiting:
-        check_devices(run.plan.config.cluster)
+    waiting = [run for run in sweep.swept if finished_metrics(run.given.run_dir, run.given.plan) is None]
+    for left in waiting:
+        check_devices(left.given.plan.config.cluster)
     failures: dict[str, str] = {}
     started: Any = None
     if waiting:
         # Ray takes a second to import, which sweeps that are finished should not wait for
         from rl_launch.cluster.virtual_cluster import VirtualCluster
     with ExitStack() as ray, _ended_by_sigterm():
-        for number, run in enumerate(waiting, start=1):
-            name = run.run_dir.name
-            _log.info("run %d of %d: %s", number, len(waiting), name)
-            if run.plan.config.cluster != started:
+        for together in _together(waiting):
+            plan, names = together[0].given.plan, [run.name for run in together]
+            number = waiting.index(together[0]) + 1
+            which = f"run {number} of" if len(together) == 1 else f"{len(together)} runs on one base, of"
+            _log.info("%s %d: %s", which, len(waiting), ", ".join(names))
+            if plan.config.cluster != started:
                 ray.close()
-                started = run.plan.config.cluster
+                started = plan.config.cluster
                 device = resolve_device(started)
                 if device.forks_workers:
                     ray.enter_context(kept_check_processes())
                 ray.enter_context(VirtualCluster.of(started, device))
+            error: Exception | None = None
+            stopped: TrainOutcome | None = None
             try:
-                outcome = train(run.plan, run_dir=run.run_dir, title=name)
-            except (ConfigError, DataError, RunDirectoryError, WorkerEnvironmentError) as error:
-                failures[name] = explained(error, run.run_dir)
-            except Exception as error:  # noqa: BLE001  # the failure of one run must not cost the others
-                failures[name] = explained(error, run.run_dir)
+                if shares_a_base(plan):
+                    failed, stopped = train_together(together, sweep.folder, explained)
+                    failures |= failed
+                else:
+                    outcome = train(plan, run_dir=together[0].given.run_dir, title=names[0])
+                    stopped = None if outcome.stop_signal is None else outcome
+            except (ConfigError, DataError, RunDirectoryError, WorkerEnvironmentError) as refused:
+                error = refused
+            except Exception as failure:  # noqa: BLE001  # the failure of one run must not cost the others
+                error = failure
                 # it may have left processes behind that hold devices
                 ray.close()
                 started = None
-            else:
-                if outcome.stop_signal is not None:
-                    return failures, outcome
-            if name in failures:
-                _log.warning("%s failed: %s", name, failures[name])
+            if error is not None:
+                for lost in together:
+                    failures[lost.name] = explained(error, lost.given.run_dir)
+                    _log.warning("%s failed: %s", lost.name, failures[lost.name])
+            if stopped is not None:
+                return failures, stopped
     return failures, None
+
+
+def _together(runs: Sequence[SweptRun]) -> list[list[SweptRun]]:
+    """Return the runs in the order in which they are made: each alone, or with the others that share its base."""
+    groups: dict[str, list[SweptRun]] = {}
+    for run in runs:
+        key = base_of(run) if shares_a_base(run.given.plan) else run.name
+        groups.setdefault(key, []).append(run)
+    return list(groups.values())
 
 
 @contextmanager

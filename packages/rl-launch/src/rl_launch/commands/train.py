@@ -22,7 +22,7 @@ from rl_core.errors import ConfigError, RLError
 from rl_core.plugins import export_suffixes
 from rl_core.rollouts.group import RolloutGroup
 from rl_core.run import Components
-from rl_launch.commands.preparation import DATA_CHECKS, FOLDER, START_CHECKS, Preparation
+from rl_launch.commands.preparation import DATA_CHECKS, FOLDER, MODEL_CHECKS, ROW_CHECKS, START_CHECKS, Preparation
 from rl_launch.doctor.machine import gpu_names
 from rl_launch.model_files.local_models import (
     TINY,
@@ -113,6 +113,7 @@ def train(
     fresh: bool = False,
     branch_point: BranchPoint | None = None,
     replayed: ReplayedSteps | None = None,
+    shared: Callable[[Any], Components] | None = None,
 ) -> TrainOutcome:
     """Run the configured algorithm in a run directory, or resume the run that it holds. A run that lost a model worker
     or a node resumes from its newest checkpoint, on the remaining nodes. A finished run is left as it is.
@@ -126,16 +127,18 @@ def train(
         fresh: Refuse to resume an earlier run.
         branch_point: The run and step that a new run starts from.
         replayed: Steps of that run that are made again; None to sample.
+        shared: Function from the run's data to the objects of its algorithm, whose models other processes compute; None
+            to start the models.
 
     Raises:
         ConfigError, DataError, RunDirectoryError, WorkerEnvironmentError: Before anything is started.
         RLError: If the run fails, with role, rank, node and phase.
     """
     started = time.monotonic()
-    if (number := plan.config.policy.lora_cfg.max_adapters) > 1:
+    if (number := plan.config.policy.lora_cfg.max_adapters) > 1 and shared is None:
         raise ConfigError(
             f"policy.lora_cfg.max_adapters={number}: rl train trains one adapter. Remove this key, or train several "
-            "with rl serve tinker or rl_launch.session"
+            "with rl sweep, rl serve tinker or rl_launch.session"
         )
     run = prepared(plan, run_dir, fresh=fresh, branch_point=branch_point)
     metrics = finished_metrics(run_dir, run.written) if run.branch is None else None
@@ -145,7 +148,8 @@ def train(
     with opening(run, title=title, fresh=fresh, since=started, replayed=replayed) as opened:
         while True:
             try:
-                with opened.start() as (components, session):
+                start = opened.start() if shared is None else opened.start_on(shared)
+                with start as (components, session):
                     run.plan.algorithm.run(run.plan.config, components, session)
                 return TrainOutcome(session.last_metrics, session.stop_request.signal, session.is_finished)
             except GuardrailRestart as restart:
@@ -258,6 +262,27 @@ class OpenedRun:
         run.take(DATA_CHECKS)
         run.callbacks, run.pusher, run.untried = made.callbacks, made.pusher, ()
         self.run = run
+
+    @contextmanager
+    def start_on(self, shared: Callable[[Any], Components]) -> Iterator[tuple[Components, RunSession]]:
+        """Make the checks of files and rows, and enter a context of the run on models that are running elsewhere.
+
+        Args:
+            shared: Function from the run's data to the objects of its algorithm.
+        """
+        run = self.run
+        self.restoration.goes_on = False
+        run.take((*MODEL_CHECKS, *ROW_CHECKS))
+        session = self._sessions(
+            run.written.config, recording=RunRecording(()), branch=run.branch, fresh=self._is_fresh
+        )
+        self._is_fresh = False
+        with session, session.with_models():
+            if run.written.raw is not None:
+                write_origins(session.directory.path, run.written.raw)
+            with session.phase("starting"):
+                components = shared(run.data)
+            yield components, session
 
     @contextmanager
     def start(self) -> Iterator[tuple[Components, RunSession]]:

@@ -110,7 +110,7 @@ class Checkpoints:
         seq: int,
         tenant: str,
         settings: str,
-        write: Callable[[Path], None],
+        write: Callable[[Path], object],
         ttl_s: int | None,
         metadata: Mapping[str, str] | None,
     ) -> None:
@@ -146,7 +146,7 @@ class Checkpoints:
             shutil.rmtree(self._store.folder / before["folder"], ignore_errors=True)
 
     def add_sampler_of(
-        self, model: str, number: int, tenant: str, seqs: tuple[int, int], write: Callable[[Path], None]
+        self, model: str, number: int, tenant: str, seqs: tuple[int, int], write: Callable[[Path], object]
     ) -> str:
         """Export a model for a sampler without a path; returns the id of the sampler.
 

@@ -4,26 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from rl_core.data.batch import Batch
-from rl_core.model import AdapterSettings, Loss, Metrics, StepSettings
+from rl_core.model import AdapterSettings, Metrics, StepSettings
 from rl_core.rollouts.generation import GenerationRequest
 from rl_core.rollouts.rollout import Completion
-
-
-class AdapterWork(NamedTuple):
-    """Rows and a loss for the gradient of one adapter.
-
-    Args:
-        adapter: Name.
-        batch: Rows of tokens, and the columns of the loss.
-        loss: Divided by its own totals over these rows alone.
-    """
-
-    adapter: str
-    batch: Batch
-    loss: Loss
+from rl_launch.runtime.adapter_places import AdapterWork
 
 
 class AdapterHost(Protocol):
@@ -66,13 +53,13 @@ class AdapterHost(Protocol):
             ValueError: If there is no gradient.
         """
 
-    def save(self, adapter: str, folder: Path) -> None:
+    def save(self, adapter: str, folder: Path) -> object:
         """Write an adapter and its optimizer state to a new folder, for `load`. Its gradient so far is not written."""
 
     def load(self, adapter: str, folder: Path, *, with_optimizer: bool) -> None:
         """Make or replace an adapter by what `save` wrote; its gradient so far is discarded."""
 
-    def export(self, adapter: str, folder: Path) -> None:
+    def export(self, adapter: str, folder: Path) -> object:
         """Write an adapter to a new folder as `peft` and vLLM load it, for `sample`."""
 
     def release(self, adapter: str) -> None:

@@ -16,9 +16,8 @@ from ray.exceptions import RayError
 
 from rl_algos.rollouts.worker.programs import DEFAULT_PROGRAM, PROGRAMS
 from rl_core.data.batch import Batch
-from rl_core.data.ragged import Ragged
 from rl_core.errors import ConfigError, FailureOrigin, GeneratorError, RequestRefused, RLError
-from rl_core.model import ADAPTER, AdapterLosses, AdapterSettings, Metrics, Model, StepSettings, read_columns
+from rl_core.model import Metrics, Model
 from rl_core.plugins import RolloutNeeds
 from rl_core.ray.calls import translate
 from rl_core.rollouts.generation import GenerationRequest
@@ -30,11 +29,11 @@ from rl_launch.placement.topology import GENERATION
 from rl_launch.root_config import POLICY
 from rl_launch.run_config.checks import check_models, check_placement
 from rl_launch.run_config.plan import RunPlan
+from rl_launch.runtime.adapter_places import AdapterPlaces, AdapterWork
 from rl_launch.runtime.processes import check_engines, provision_workers
 from rl_launch.runtime.replica import Replica
 from rl_launch.runtime.rollout_pool import ReplicaPool
 from rl_launch.runtime.runtime import Runtime
-from rl_launch.tinker.host import AdapterWork
 
 _log = logging.getLogger(__name__)
 
@@ -72,7 +71,7 @@ def run_host(plan: RunPlan, folder: Path) -> Iterator[RunHost]:
         yield RunHost(plan, local, runtime.ranks[POLICY], pool, base)
 
 
-class RunHost:
+class RunHost(AdapterPlaces):
     """The `rl_launch.tinker.host.AdapterHost` over the policy and the engines of a run.
 
     Args:
@@ -83,66 +82,28 @@ class RunHost:
         base: New folder for an adapter whose product is zero, with which the base is sampled.
 
     Attributes:
-        base_model, tokenizer, max_length, vocab_size, max_rank, num_slots: As in the protocol.
+        base_model, tokenizer, max_length, vocab_size, max_rank: As in the protocol.
     """
 
     def __init__(self, plan: RunPlan, local: RunPlan, model: Model, pool: ReplicaPool, base: Path) -> None:
         policy = local.config.policy
+        super().__init__(model, policy.lora_cfg.max_adapters)
         self.base_model = plan.config.policy.model_name
         self.tokenizer = policy.tokenizer.name or policy.model_name
         self.max_length = policy.max_total_sequence_length
         self.vocab_size = int(hf_config_fields(policy.model_name)["vocab_size"])
-        self.max_rank, self.num_slots = policy.lora_cfg.dim, policy.lora_cfg.max_adapters
-        self._model, self._pool = model, pool
-        self._places: dict[str, int] = {}
+        self.max_rank = policy.lora_cfg.dim
+        self._pool = pool
         self._asked: Counter[Replica] = Counter()
         # On CPU vLLM computes rows without an adapter wrongly next to others with one.
         self._base = base
         model.adapters.export(0, str(self._base))
 
-    def create(self, adapter: str, settings: AdapterSettings) -> None:
-        """Make a new adapter.
-
-        Raises:
-            ValueError: If all places are taken.
-        """
-        self._model.adapters.make(self._take_place(adapter), settings)
-
-    def accumulate(self, works: Sequence[AdapterWork]) -> list[tuple[Metrics, Batch]]:
-        """Add the gradients of several adapters in one pass."""
-        batch, losses = self._joined(works)
-        metrics, columns = self._model.accumulate(batch, losses)
-        return self._parted(works, metrics, columns)
-
     def evaluate(self, work: AdapterWork) -> tuple[Metrics, Batch]:
         """Return the metrics of a loss and the columns of its reads."""
-        batch, losses = self._joined([work])
-        columns = self._model.infer(batch, losses.reads, temperature=losses.temperature)
-        ((metrics, found),) = self._parted([work], self._model.evaluate(batch, losses), columns)
-        return metrics, found
-
-    def apply(self, adapter: str, settings: StepSettings) -> Metrics:
-        """Make one optimizer step of an adapter."""
-        return self._model.apply(settings, adapter=self._places[adapter])
-
-    def save(self, adapter: str, folder: Path) -> None:
-        """Write an adapter and its optimizer state."""
-        self._model.adapters.save(self._places[adapter], str(folder))
-
-    def load(self, adapter: str, folder: Path, *, with_optimizer: bool) -> None:
-        """Make or replace an adapter by a saved one."""
-        place = self._places[adapter] if adapter in self._places else self._take_place(adapter)
-        self._model.adapters.load(place, str(folder), with_optimizer=with_optimizer)
-
-    def export(self, adapter: str, folder: Path) -> None:
-        """Write an adapter for engines."""
-        self._model.adapters.export(self._places[adapter], str(folder))
-
-    def release(self, adapter: str) -> None:
-        """Forget an adapter."""
-        place = self._places.pop(adapter, None)
-        if place is not None:
-            self._model.discard(adapter=place)
+        rows = self.columns(work.adapter, work.batch)
+        columns = self._model.infer(rows, work.loss.reads, temperature=work.loss.temperature).local()
+        return self.measure(work), columns
 
     async def sample(self, request: GenerationRequest, adapter: Path | None = None) -> Completion:
         """Sample one completion.
@@ -173,42 +134,3 @@ class RunHost:
         finally:
             self._asked[replica] -= 1
         raise failure if isinstance(failure, RequestRefused | GeneratorError) else GeneratorError(str(failure))
-
-    def _take_place(self, adapter: str) -> int:
-        free = set(range(self.num_slots)) - set(self._places.values())
-        if not free:
-            raise ValueError(f"all {self.num_slots} places are taken; release an adapter first")
-        self._places[adapter] = place = min(free)
-        return place
-
-    def _joined(self, works: Sequence[AdapterWork]) -> tuple[Batch, AdapterLosses]:
-        """Return the rows of all works, which have zeros in columns of others, and their losses."""
-        losses = AdapterLosses({self._places[work.adapter]: work.loss for work in works})
-        names = tuple(dict.fromkeys((*losses.columns, *read_columns(losses.reads))))
-        likes = {name: work.batch[name] for work in works for name in names if name in work.batch}
-        parts = []
-        for work in works:
-            rows = work.batch.with_columns(
-                {ADAPTER: np.full(len(work.batch), self._places[work.adapter], dtype=np.int32)}
-            )
-            missing = [name for name in names if name not in rows]
-            parts.append(rows.with_columns({name: _zeros(likes[name], rows) for name in missing}))
-        return Batch.concat([part.only(["tokens", *names]) for part in parts]), losses
-
-    def _parted(self, works: Sequence[AdapterWork], metrics: Metrics, columns: Batch) -> list[tuple[Metrics, Batch]]:
-        """Return the metrics and the rows of each work."""
-        parts = columns.local().split([len(work.batch) for work in works])
-        found: list[tuple[Metrics, Batch]] = []
-        for work, part in zip(works, parts, strict=True):
-            prefix = f"{self._places[work.adapter]}/"
-            own = {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}
-            found.append((own, part.only([name for read in work.loss.reads for name in read.columns])))
-        return found
-
-
-def _zeros(column: Ragged | np.ndarray, rows: Batch) -> Ragged | np.ndarray:
-    """Return zeros in the form of another batch's column, for these rows."""
-    if isinstance(column, Ragged):
-        offsets = rows.ragged("tokens").offsets
-        return Ragged(np.zeros((int(offsets[-1]), *column.values.shape[1:]), column.values.dtype), offsets)
-    return np.zeros((len(rows), *column.shape[1:]), column.dtype)

@@ -27,10 +27,11 @@ from rl_core.data.batch import Batch
 from rl_core.metrics import results
 from rl_core.model import AdapterSettings, Metrics, StepSettings
 from rl_launch.root_config import TinkerConfig
+from rl_launch.runtime.adapter_places import AdapterWork
 from rl_launch.tinker import passes
 from rl_launch.tinker.checkpoints import TRAINING, CheckpointPath, Checkpoints, replaced_folder
 from rl_launch.tinker.client_types import types
-from rl_launch.tinker.host import AdapterHost, AdapterWork
+from rl_launch.tinker.host import AdapterHost
 from rl_launch.tinker.refusal import RequestRefused
 from rl_launch.tinker.store import STATE_CHANGES, Row, Store
 from rl_launch.tinker.tenants import Tenant, Tenants

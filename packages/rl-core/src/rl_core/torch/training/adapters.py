@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim import SGD
 
 from rl_core.model import ADAPTER, UNDIVIDED, AdapterLosses, AdapterSettings, Loss, SavedFile
+from rl_core.model_config import SchedulerConfig
 from rl_core.plugins import resolve
 from rl_core.torch.heads.reads import ROW_READS
 from rl_core.torch.loss import LossSums, MetricSum, Rows
+from rl_core.torch.optim.optimizer import build_schedule
 from rl_core.torch.process_group import on_rank0
 from rl_core.torch.residency import Residency
 from rl_core.torch.training.backend import RankAdapters, RankMesh
-from rl_core.torch.training.checkpoint_files import SHARDS, KeptSavePlanner, exported_files, write_checkpoint
+from rl_core.torch.training.checkpoint_files import (
+    SHARDS,
+    KeptSavePlanner,
+    exported_files,
+    verify_files,
+    write_checkpoint,
+)
 from rl_core.torch.training.peft_form import AdapterExport
 from rl_core.torch.training.step import TrainingSteps
 
@@ -62,6 +72,7 @@ class WorkerAdapters:
         adapters: The adapters as a backend keeps them.
         steps: Gradients of the model; None if it does not train.
         export: Writes adapters for peft.
+        export_merged: Writes the weights with the adapter that is merged in, into a folder; returns the files.
         residency: Residency of the model.
         mesh: Ranks of the model.
     """
@@ -71,10 +82,11 @@ class WorkerAdapters:
         adapters: RankAdapters,
         steps: TrainingSteps | None,
         export: AdapterExport,
+        export_merged: Callable[[str], tuple[SavedFile, ...]],
         residency: Residency,
         mesh: RankMesh,
     ) -> None:
-        self._adapters, self._steps, self._export = adapters, steps, export
+        self._adapters, self._steps, self._export, self._export_merged = adapters, steps, export, export_merged
         self._residency, self._mesh = residency, mesh
 
     def make(self, place: int, settings: AdapterSettings) -> None:
@@ -102,12 +114,15 @@ class WorkerAdapters:
         tensors = self._adapters.tensors(place)
         return write_checkpoint(folder, tensors, files, group=self._mesh.control, planner=KeptSavePlanner())
 
-    def load(self, place: int, path: str, *, with_optimizer: bool = True) -> None:
+    def load(self, place: int, path: str, *, with_optimizer: bool = True, files: Sequence[SavedFile] = ()) -> None:
         """Put an adapter that was saved into a place.
 
         Raises:
             ValueError: If there is no such place, or no adapter in the folder.
+            CheckpointDamaged: Naming a file that is missing or differs from `files`.
         """
+        self._require(place)
+        verify_files(Path(path), files, self._mesh.control)
         self._begin(place)
         described = Path(path) / SETTINGS
         if not described.is_file():
@@ -116,11 +131,26 @@ class WorkerAdapters:
         settings = None if fields is None else AdapterSettings.of(fields)
         self._adapters.restore(place, Path(path), settings, with_optimizer=with_optimizer)
 
-    def export(self, place: int, path: str) -> tuple[SavedFile, ...]:
-        """Write an adapter for peft."""
+    def export(self, place: int, path: str, *, merged: bool = False) -> tuple[SavedFile, ...]:
+        """Write an adapter for peft, or the weights with the adapter merged in."""
         self._require(place)
+        if merged:
+            with self._adapters.merging(place):
+                return self._export_merged(path)
         self._export.write(Path(path), self._adapters.factors(place), self._adapters.settings.get(place))
         return exported_files(Path(path), self._mesh.control)
+
+    def rates(self, lr: float, scheduler: Sequence[SchedulerConfig], count: int) -> list[float]:
+        """Return the learning rates that a schedule gives the first `count` steps of an adapter."""
+        stand_in = SGD([torch.zeros(1, requires_grad=True)], lr=lr)
+        schedule = build_schedule(scheduler, stand_in)
+        rates: list[float] = []
+        for _ in range(count):
+            rates.append(float(stand_in.param_groups[0]["lr"]))
+            stand_in.step()
+            if schedule is not None:
+                schedule.step()
+        return rates
 
     def _begin(self, place: int) -> None:
         self._require(place)

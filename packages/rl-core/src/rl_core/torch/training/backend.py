@@ -366,6 +366,9 @@ class RankAdapters(Protocol):
     def factors(self, place: int) -> Iterator[tuple[str, Tensor | None]]:
         """Yield the factors of an adapter as `RankWeights.adapters` does."""
 
+    def merging(self, place: int) -> AbstractContextManager[None]:
+        """Return a context in which the weights that leave the model have this adapter merged in."""
+
     def stepping(self, place: int) -> AbstractContextManager[None]:
         """Return a context in which the optimizer has only the parameters of this adapter."""
 

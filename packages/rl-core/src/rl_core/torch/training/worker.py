@@ -228,7 +228,9 @@ class TrainingWorker(_WorkerPart):
             )
         self._several = None
         if parts.adapters is not None:
-            self._several = WorkerAdapters(parts.adapters, self._steps, self._adapters, parts.residency, mesh)
+            self._several = WorkerAdapters(
+                parts.adapters, self._steps, self._adapters, self.export, parts.residency, mesh
+            )
 
     @property
     def adapters(self) -> WorkerAdapters:
