@@ -16,11 +16,10 @@ from rl_core.model import LOGPROBS, ModelSpec
 from rl_core.model_config import LoraConfig, ModelConfig, SequencePackingConfig, VisionConfig
 from rl_core.selfcheck.losses import TokenLoss
 from rl_core.selfcheck.pooled_model import PooledModel
-from rl_core.selfcheck.torch.oracle import adapt
 from rl_core.testing.exhaustive import exhaustive, partly_exhaustive
 from rl_core.testing.model_worker import SGD
 from rl_core.testing.torch.tiny_vision import write_tiny_vision_model
-from rl_core.testing.torch.vision_rows import Rows, VisionOracle
+from rl_core.testing.torch.vision_rows import Rows, VisionOracle, adapt_parts
 from rl_core.torch.files.model_files import WeightFiles
 from rl_core.torch.vision.families import VISION_FAMILIES
 from rl_dtensor.model.settings import FAMILIES
@@ -208,16 +207,6 @@ def test_adapters_sit_on_the_language_model_and_on_the_parts_that_ask_for_them(
         model.export_adapter(str(tmp_path / "adapter"))
     with safe_open(tmp_path / "adapter" / "adapter_model.safetensors", "pt") as file:
         assert any("vision_tower" in name for name in file.keys()) == (part == "adapters")  # noqa: SIM118
-
-
-def adapt_parts(hf, lora, left_out):
-    """Adapters on a whole model, except on some of its parts."""
-    held = {name: hf.get_submodule(name) for name in left_out}
-    for name in left_out:
-        hf.set_submodule(name, torch.nn.Identity())
-    adapt(hf, lora)
-    for name, module in held.items():
-        hf.set_submodule(name, module.requires_grad_(False))
 
 
 def test_rows_without_images_are_bit_equal_to_those_of_a_model_that_sees_none(ranks, models, store):

@@ -396,3 +396,17 @@ def train_plain_megatron(rank: Rank, settings: dict[str, Any], folder: str, fiel
     parallel_state.destroy_model_parallel()
     torch.distributed.destroy_process_group()
     return logits
+
+
+def note_features_of_blocks(rank: Rank) -> None:
+    """Have the last block of a vision tower of Qwen note whether its results have gradients."""
+
+    def note(module: Any, inputs: object, output: Any) -> None:
+        rank.held.setdefault("blocks", set()).add(output.requires_grad)
+
+    rank.held[HELD]._model.reading.chunks[0].vision.visual.blocks[-1].register_forward_hook(note)
+
+
+def blocks_had_gradients(rank: Rank) -> set[bool]:
+    """What `note_features_of_blocks` has noted."""
+    return set(rank.held.pop("blocks"))

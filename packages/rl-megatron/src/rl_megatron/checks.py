@@ -9,10 +9,10 @@ from rl_core.config import Problem
 from rl_core.data.microbatch import Batching
 from rl_core.devices import DEVICES
 from rl_core.facts.optimizer_arguments import OF_WHOLE_PARAMETERS
-from rl_core.model_config import local_hf_config, optimizer_problems
+from rl_core.model_config import local_hf_config, local_whole_config, optimizer_problems
 from rl_core.run_config import RunConfig
 from rl_megatron.config import KEY, MegatronConfig
-from rl_megatron.families.supported import architecture_problems
+from rl_megatron.families.supported import architecture_problems, image_problems
 from rl_megatron.transformer_fields import FUSIONS, OF_TENSOR_OVERLAP, ON_CUDA, RECOMPUTED_WITH_TE, WITH_FP8, WITH_TE
 
 EXPERTS_PROBLEM = Problem(
@@ -103,6 +103,7 @@ def _expert_problems(backend: MegatronConfig) -> Iterable[Problem]:
 def check_architecture(section: Any, config: RunConfig) -> Iterable[Problem]:
     """Yield the problems of a model or its layout that rl-megatron does not train, if the model's config is local."""
     yield from architecture_problems(local_hf_config(section), section.megatron_cfg)
+    yield from image_problems(section, section.megatron_cfg, local_whole_config(section))
 
 
 def check_recompute(section: Any, config: RunConfig) -> Iterable[Problem]:

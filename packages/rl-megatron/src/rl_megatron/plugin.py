@@ -16,6 +16,9 @@ from rl_megatron.rank_memory import layout_of, memory_of
 TRANSFORMER_ENGINE = Requirement("rl-megatron", extras={"cuda": ("te",)})
 """Requirement of layers on GPUs, in addition to the requirements of every worker."""
 
+VISION = Requirement("rl-megatron", {"cpu": ("vision",), "cuda": ("vision",)}, ("PIL", "torchvision"))
+"""Requirement of models that see images."""
+
 
 def num_ranks(config: MegatronConfig) -> int:
     """Return the minimum number of ranks for one model.
@@ -82,6 +85,7 @@ PLUGIN = BackendPlugin(
     memory=memory_of,
     layout=layout_of,
     replay_key="moe_router_replay",
+    images=VISION,
     held_families=HELD_FAMILIES,
     converter="rl_megatron.megatron_checkpoint:convert_to_stdout",
 )

@@ -12,6 +12,7 @@ from rl_core.facts.rank_layout import RankLayout
 from rl_core.model_config import ModelConfig
 from rl_core.weights import ITEM_BYTES
 from rl_megatron.config import MegatronConfig
+from rl_megatron.transformer_fields import RECOMPUTED_WITH_TE
 
 
 class RankPart(NamedTuple):
@@ -85,7 +86,7 @@ def layout_of(model: ModelConfig, backend: MegatronConfig, ranks: int, device: D
         backend.pipeline_model_parallel_size,
         backend.context_parallel_size,
     )
-    recompute = backend.recompute
+    recompute, is_fused = backend.recompute, device.runs_on_gpus and backend.transformer_engine is not False
     return RankLayout(
         tensor=tensor,
         context=context,
@@ -95,6 +96,7 @@ def layout_of(model: ModelConfig, backend: MegatronConfig, ranks: int, device: D
         experts=backend.expert_model_parallel_size,
         splits_tokens=backend.sequence_parallel,
         joins_projections=True,
-        is_fused=device.runs_on_gpus and backend.transformer_engine is not False,
+        is_fused=is_fused,
         recompute="none" if recompute == "auto" and not device.runs_on_gpus else recompute,
+        recomputed=tuple(backend.recompute_modules or (sorted(RECOMPUTED_WITH_TE) if is_fused else ("mlp", "moe"))),
     )

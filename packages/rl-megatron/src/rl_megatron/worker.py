@@ -28,6 +28,7 @@ from rl_megatron.model.build import build_model
 from rl_megatron.model.layout import row_multiple
 from rl_megatron.model.lora import add_adapters
 from rl_megatron.model.model import EMBEDDING, ReadingModel
+from rl_megatron.model.vision import PREFIX
 from rl_megatron.parallel.mesh import MegatronMesh
 from rl_megatron.training.residency import MegatronResidency
 from rl_megatron.training.sharded_optimizer import MegatronOptimizer, wrap_chunks
@@ -74,8 +75,8 @@ def build_parts(
     model = build_model(config, backend, spec, folder=folder, is_packed=is_packed, mesh=mesh)
     if config.lora_cfg.enabled:
         add_adapters(model, config.lora_cfg)
-    weights = MegatronWeights(model, WeightFiles.of(folder), mesh)
-    initial = InitialFactors.of(config.lora_cfg, spec.seed, stored=weights.stored)
+    weights = MegatronWeights(model, WeightFiles.of(folder, is_whole=model.vision is not None), mesh)
+    initial = InitialFactors.of(config.lora_cfg, spec.seed, is_whole=config.vision.enabled, stored=weights.stored)
     weights.load(initial)
     if spec.trains:
         weights.choose_trained(config)
@@ -101,9 +102,14 @@ def build_parts(
 
 
 def shape_of(model: ReadingModel, weights: MegatronWeights, *, trains_routers: bool) -> ModelShape:
-    """Return the shape of a whole model with its adapters, whatever part of it this rank holds."""
+    """Return the shape of a whole model with its adapters, whatever part of it this rank holds.
+
+    A vision tower is left out, because its work does not follow from the tokens.
+    """
+    language = [entry for entry in weights.maps if not entry.target.startswith(PREFIX)]
     # The embedding is looked up; a head that is tied to it multiplies with a copy.
-    multiplied = [entry for entry in weights.maps if entry.copy_of or entry.sources[0].name != EMBEDDING]
+    embedding = model.file_name(EMBEDDING)
+    multiplied = [entry for entry in language if entry.copy_of or entry.sources[0].name != embedding]
     adapters = {half.target for adapter in model.adapters.values() for half in (adapter.down, adapter.up)}
     if adapters:
         trained = [entry for entry in multiplied if entry.target in adapters or entry.target == SCORE]

@@ -38,6 +38,9 @@ BUILT_IN: Mapping[str, Family] = {
     "gemma3_text": GEMMA3,
     "qwen3_5_text": QWEN3_5,
     "qwen3_5_moe_text": QWEN3_5_MOE,
+    "qwen2_vl_text": QWEN2,
+    "qwen2_5_vl_text": QWEN2,
+    "qwen3_vl_text": QWEN3,
 }
 """Model type to its family."""
 

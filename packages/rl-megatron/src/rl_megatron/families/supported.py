@@ -11,6 +11,7 @@ from typing import Any
 
 from rl_core.config import Problem
 from rl_core.facts.hf_config import num_experts_of, rope_parameters
+from rl_core.model_config import ModelConfig, image_family_problems
 from rl_megatron.config import KEY, MegatronConfig
 
 Fields = Mapping[str, Any]
@@ -44,12 +45,15 @@ LATENT_ROPE_TYPES = ("default", "yarn")
 ROPE_TYPES_BY_KIND = ("default", "linear", "llama3")
 """Types for models whose kinds of layers rotate differently: Megatron scales the angles of all layers alike."""
 
+WITH_IMAGES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "mistral3", "idefics3", "smolvlm", "internvl")
+"""Model types that train with images."""
+
 ROTATED_BY_KIND = ("gemma3_text",)
 """Model types whose kinds of layers rotate differently."""
 
 WHOLE_FAMILIES = (
     *("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "deepseek_v3", "glm4_moe_lite"),
-    *("gpt_oss", "gemma3_text"),
+    *("gpt_oss", "gemma3_text", "qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text"),
 )
 """Model types that rotate whole heads, whatever `partial_rotary_factor` is."""
 
@@ -82,6 +86,27 @@ def architecture_problems(fields: Fields, backend: MegatronConfig, family: Field
     # One size that does not fit is often the cause of the next problem.
     problems = [*_layout_problems(fields, backend, family), *_stage_problems(fields, backend)]
     yield from problems[:1]
+
+
+def image_problems(model: ModelConfig, backend: MegatronConfig, fields: Fields) -> Iterator[Problem]:
+    """Yield the settings that do not go with a model that sees images.
+
+    Args:
+        model: Config section of the model.
+        backend: Settings of the backend.
+        fields: Fields of the whole Hugging Face config; empty if it is not available.
+    """
+    yield from image_family_problems(model.vision, fields, WITH_IMAGES)
+    if not model.vision.enabled:
+        return
+    for name in ("tower", "projector"):
+        if getattr(model.vision, name) == "adapters":
+            reason = "is not supported by rl-megatron, whose adapters are on Megatron's layers only"
+            remedy = "Set frozen, or train with dtensor_cfg instead of megatron_cfg"
+            yield Problem(f"vision.{name}", reason, got="adapters", remedy=remedy)
+    if backend.fp8_cfg.enabled:
+        reason = "has not been verified with vision.enabled=true"
+        yield Problem(f"{KEY}.fp8_cfg.enabled", reason, got=True, remedy="Set it to false")
 
 
 def refuse(problem: Problem | None) -> None:
@@ -234,7 +259,9 @@ def _unsupported(fields: Fields, found: str, allowed: str) -> Problem:
 
 
 def _rope_type(rope: Mapping[str, Any]) -> str:
-    return str(rope.get("rope_type") or rope.get("type") or "default")
+    kind = str(rope.get("rope_type") or rope.get("type") or "default")
+    # Older configs call the embedding of tokens with three places a type of its own.
+    return "default" if kind == "mrope" else kind
 
 
 Rule = Callable[[Fields], Problem | None]
@@ -244,6 +271,7 @@ _DENSE: tuple[Rule, ...] = (bias_problem, *_GROUPED)
 _SIGMOID: tuple[Rule, ...] = (group_problem, norm_problem)
 RULES: Mapping[str, tuple[Rule, ...]] = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), _DENSE),
+    **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text"), _DENSE),
     **dict.fromkeys(("qwen2_moe", "qwen3_moe", "qwen3_next", "mixtral"), _DENSE),
     **dict.fromkeys(
         ("deepseek_v3", "glm4_moe_lite"), (bias_problem, activation_problem, interleave_problem, *_SIGMOID)

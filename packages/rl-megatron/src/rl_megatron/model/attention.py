@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
+from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import _yarn_get_concentration_factor_from_config
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer import TransformerConfig, multi_latent_attention
@@ -182,6 +184,27 @@ class GatedAttention(SelfAttention):
         *others, gate = found
         num_sharing = self.world_size // self.config.num_query_groups
         return *others, gate.chunk(num_sharing, 2)[self.tp_group.rank() % num_sharing]
+
+
+class PlacedAttention(GatedAttention):
+    """Megatron's attention with angles for each token of this rank, `[seq, batch, 1, dim]`, instead of for each place
+    in a row."""
+
+    _angles: Tensor | None = None
+
+    def forward(self, *args: Any, rotary_pos_emb: Tensor, **kwargs: Any) -> Any:
+        """Compute the attention; Megatron's method gets queries and keys that are rotated."""
+        self._angles = rotary_pos_emb
+        found = super().forward(*args, rotary_pos_emb=None, **kwargs)
+        self._angles = None
+        return found
+
+    def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the result of Megatron's method, with queries and keys rotated."""
+        query, key, *others = super().get_query_key_value_tensors(*args, **kwargs)
+        scale = _yarn_get_concentration_factor_from_config(self.config)
+        turned = (_apply_rotary_pos_emb_bshd(each, self._angles, mscale=scale) for each in (query, key))
+        return *turned, *others
 
 
 def gather_rows(tensor: Tensor, lengths: tuple[int, ...], group: dist.ProcessGroup) -> Tensor:

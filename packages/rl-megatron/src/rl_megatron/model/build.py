@@ -21,7 +21,7 @@ from rl_megatron.conversion.splits import padded_vocab
 from rl_megatron.engine_names import restore_names
 from rl_megatron.families.catalog import family_of
 from rl_megatron.families.rotary import inverse_frequencies
-from rl_megatron.families.supported import rotary_kinds
+from rl_megatron.families.supported import image_problems, refuse, rotary_kinds
 from rl_megatron.model.architecture import has_engine_layers, transformer_config
 from rl_megatron.model.attention import disable_transformer_engine, patch_down_projections, set_latent_epsilon
 from rl_megatron.model.layers import block_spec, patch_expert_biases
@@ -30,6 +30,7 @@ from rl_megatron.model.lora import targeted_adapters
 from rl_megatron.model.model import EMBEDDING, LM_HEAD, Chunk, ReadingModel, ScoreHead, alignment_of
 from rl_megatron.model.recompute import recompute_fields, recomputed_modules
 from rl_megatron.model.routing import MegatronReplay, Routing
+from rl_megatron.model.vision import MegatronVision
 from rl_megatron.parallel.mesh import MegatronMesh, open_buffers
 
 
@@ -45,16 +46,20 @@ def check_design(config: ModelConfig, backend: MegatronConfig, folder: Path, *, 
     Raises:
         ValueError: If the model, the settings and the layout do not fit together.
     """
-    hf = read_hf_config(folder, config.hf_config_overrides)
+    hf, whole = _read_configs(config, backend, folder)
     has_te = has_engine_layers(backend, is_cuda=is_cuda, has_adapters=config.lora_cfg.enabled)
     dtype = getattr(torch, config.precision)
     megatron = transformer_config(hf, backend, dtype=dtype, is_cuda=is_cuda, has_te=has_te)
     if backend.recompute not in ("none", "full"):
         recomputed_modules(backend, megatron, has_te=has_te)
     family = family_of(hf)
-    maps = family.weights(hf)
+    maps, known_as = family.weights(hf), str
+    if whole is not None:
+        vision = MegatronVision(whole, config, folder)
+        maps, known_as = vision.maps(maps), vision.names.__getitem__
     if config.lora_cfg.enabled:
-        targeted_adapters(maps, hf.model_type, config.lora_cfg, backend.tensor_model_parallel_size)
+        num_ranks = backend.tensor_model_parallel_size
+        targeted_adapters(maps, hf.model_type, config.lora_cfg, num_ranks, known_as=known_as)
     tensor = backend.tensor_model_parallel_size
     sizes = {"tp": tensor, "etp": backend.expert_tensor_parallel_size or tensor}
     for entry in maps:
@@ -72,10 +77,15 @@ def build_model(
     Raises:
         ValueError: If the files, the config, the layout and the role do not fit together.
     """
-    hf = read_hf_config(folder, config.hf_config_overrides)
+    hf, whole = _read_configs(config, backend, folder)
     is_headless = spec.role in HEADLESS_ROLES
+    if whole is not None and is_headless:
+        raise ValueError(f"vision.enabled: is not supported for a {spec.role}, whose head has one output; use false")
+    vision = None if whole is None else MegatronVision(whole, config, folder)
     if hf.tie_word_embeddings and not is_headless:
-        untie_apart(hf, [(EMBEDDING, LM_HEAD)], WeightFiles.of(folder), mesh.control)
+        pair = (EMBEDDING, LM_HEAD) if vision is None else (vision.file_name(EMBEDDING), vision.file_name(LM_HEAD))
+        if untie_apart(hf, [pair], WeightFiles.of(folder, is_whole=vision is not None), mesh.control) and whole:
+            whole.tie_word_embeddings = False
     is_cuda = mesh.kind.kernels == "cuda"
     has_te = has_engine_layers(backend, is_cuda=is_cuda, has_adapters=config.lora_cfg.enabled)
     if has_te:
@@ -99,7 +109,7 @@ def build_model(
         open_buffers(megatron, alignment.lengths)
     virtual = backend.virtual_pipeline_model_parallel_size
     stages: list[int | None] = [None] if virtual is None else list(range(virtual))
-    chunks = [_chunk(hf, megatron, stage, has_te=has_te, is_headless=is_headless) for stage in stages]
+    chunks = [_chunk(hf, megatron, stage, has_te=has_te, is_headless=is_headless, vision=vision) for stage in stages]
     if backend.freeze_moe_router:
         for chunk in chunks:
             for name, parameter in chunk.named_parameters():
@@ -118,11 +128,35 @@ def build_model(
         replay=MegatronReplay(chunks, megatron) if backend.moe_router_replay else None,
         asks_for_dropout=any(name.endswith("dropout") for name in config.hf_config_overrides),
         memory=memory,
+        vision=vision,
     )
 
 
+def _read_configs(
+    config: ModelConfig, backend: MegatronConfig, folder: Path
+) -> tuple[PreTrainedConfig, PreTrainedConfig | None]:
+    """Return the Hugging Face configs of a language model, and of the whole model if it sees images.
+
+    Raises:
+        ValueError: If the model does not train with these settings of images.
+    """
+    if not config.vision.enabled:
+        return read_hf_config(folder, config.hf_config_overrides), None
+    whole = read_hf_config(folder, config.hf_config_overrides, is_whole=True)
+    refuse(next(image_problems(config, backend, whole.to_dict()), None))
+    hf = whole.get_text_config()
+    hf.tie_word_embeddings = whole.tie_word_embeddings
+    return hf, whole
+
+
 def _chunk(
-    hf: PreTrainedConfig, config: TransformerConfig, virtual_stage: int | None, *, has_te: bool, is_headless: bool
+    hf: PreTrainedConfig,
+    config: TransformerConfig,
+    virtual_stage: int | None,
+    *,
+    has_te: bool,
+    is_headless: bool,
+    vision: MegatronVision | None,
 ) -> Chunk:
     place: dict[str, Any] = {} if virtual_stage is None else {"ignore_virtual": False, "vp_stage": virtual_stage}
     is_last = parallel_state.is_pipeline_last_stage(**place)
@@ -131,7 +165,13 @@ def _chunk(
         disable_transformer_engine()
     chunk = Chunk(
         config,
-        block_spec(config, family, has_te=has_te, virtual_stage=virtual_stage),
+        block_spec(
+            config,
+            family,
+            has_te=has_te,
+            virtual_stage=virtual_stage,
+            has_axes=vision is not None and vision.rotary is not None,
+        ),
         vocab_size=padded_vocab(hf.vocab_size, config.tensor_model_parallel_size),
         max_sequence_length=hf.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(**place),
@@ -152,6 +192,8 @@ def _chunk(
         patch_expert_biases(chunk)
     if not is_mla:
         rotate_by_kind(chunk, hf, family.rotary_dim(hf))
+    if vision is not None:
+        vision.add_to(chunk)
     if is_last and is_headless:
         del chunk.output_layer
         chunk.score = ScoreHead(config.hidden_size)

@@ -20,7 +20,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor, nn
 
 from rl_megatron.families.dense import Family
-from rl_megatron.model.attention import GatedAttention, RowAttention
+from rl_megatron.model.attention import GatedAttention, PlacedAttention, RowAttention
 from rl_megatron.model.gated_delta_net import GatedDeltaNet
 from rl_megatron.model.routing import RowRouter
 
@@ -107,13 +107,24 @@ def has_transformer_engine() -> bool:
 
 
 def block_spec(
-    config: TransformerConfig, family: Family, *, has_te: bool, virtual_stage: int | None
+    config: TransformerConfig, family: Family, *, has_te: bool, virtual_stage: int | None, has_axes: bool = False
 ) -> TransformerBlockSubmodules:
-    """Return the layers of this pipeline rank, or of one of its virtual stages."""
+    """Return the layers of this pipeline rank, or of one of its virtual stages.
+
+    Args:
+        config: Config of Megatron.
+        family: Family of the model.
+        has_te: True if the layers are Transformer Engine's.
+        virtual_stage: Number of the virtual stage; None without them.
+        has_axes: True if tokens have three places each (M-RoPE).
+    """
     spec = get_gpt_decoder_block_spec(
         config, use_transformer_engine=has_te, normalization="RMSNorm", vp_stage=virtual_stage
     )
     adapt_layers(spec, config, has_te=has_te)
+    if has_axes:
+        for layer in spec.layer_specs:
+            layer.submodules.self_attention.module = PlacedAttention
     if family.has_output_norms:
         for layer in spec.layer_specs:
             add = ModuleSpec(NormedAdd, params={"config": config})

@@ -6,7 +6,7 @@ An adapter belongs to one Hugging Face weight (`q_proj`). Megatron may keep seve
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -29,9 +29,9 @@ from rl_core.torch.training.lora import (
 from rl_megatron.checks import DORA_PROBLEM, EXPERTS_PROBLEM, QUANTIZATION_PROBLEM, SEVERAL_PROBLEM
 from rl_megatron.conversion.splits import Chunks, Vocabulary, Whole
 from rl_megatron.conversion.weight_map import AdapterMap, HFTensor, WeightMap, global_name
-from rl_megatron.families.catalog import family_of
 from rl_megatron.model.attention import WholeProjection
 from rl_megatron.model.model import Chunk, ReadingModel
+from rl_megatron.model.vision import PREFIX
 
 LINEAR = (tensor_parallel.ColumnParallelLinear, tensor_parallel.RowParallelLinear, WholeProjection)
 
@@ -42,8 +42,9 @@ def add_adapters(model: ReadingModel, config: LoraConfig) -> None:
     Raises:
         ValueError: If a target of the config is not a linear layer of the model, or is an expert or a router.
     """
-    maps = family_of(model.hf).weights(model.hf)
-    model.adapters = targeted_adapters(maps, model.hf.model_type, config, model.config.tensor_model_parallel_size)
+    maps = model.maps
+    num_ranks = model.config.tensor_model_parallel_size
+    model.adapters = targeted_adapters(maps, model.hf.model_type, config, num_ranks, known_as=model.known_as)
     entry_of = {entry.target: entry for entry in maps if _is_linear(entry)}
     for chunk in model.chunks:
         for name, parameter in chunk.named_parameters():
@@ -68,15 +69,17 @@ def pass_gradients(chunk: Chunk) -> None:
 
 
 def targeted_adapters(
-    maps: Sequence[WeightMap], kind: str, config: LoraConfig, num_ranks: int
+    maps: Sequence[WeightMap], kind: str, config: LoraConfig, num_ranks: int, *, known_as: Callable[[str], str]
 ) -> dict[str, AdapterMap]:
-    """Return the adapters of a config, by the name of the weight that each adapts.
+    """Return the adapters of a config, by the name in files of the weight that each adapts. A vision tower has none.
 
     Args:
         maps: Maps of all weights of the model.
         kind: Type of the model.
         config: Settings of the adapters.
         num_ranks: Number of tensor-parallel ranks.
+        known_as: Function from the name of a weight in files to its name in `transformers`, which those of its
+            factors are made of.
 
     Raises:
         ValueError: If a target of the config is not a linear layer of the model, or is an expert or a router.
@@ -93,7 +96,7 @@ def targeted_adapters(
     linear = [(entry, source) for entry in maps if _is_linear(entry) for source in entry.sources]
     experts = [source.name for entry in maps if _is_of_experts(entry) for source in entry.sources]
     for ending in () if config.match_all_linear else config.target_modules:
-        if not any(ends_with(source.name.removesuffix(WEIGHT), [ending]) for _, source in linear):
+        if not any(ends_with(known_as(source.name).removesuffix(WEIGHT), [ending]) for _, source in linear):
             is_of_experts = any(ends_with(name.removesuffix(WEIGHT), [ending]) for name in experts)
             without = "is a router, a gate or an expert, which get no adapters"
             raise ValueError(
@@ -102,7 +105,7 @@ def targeted_adapters(
             )
     adapters = {}
     for entry, source in linear:
-        theirs = source.name.removesuffix(WEIGHT)
+        theirs = known_as(source.name).removesuffix(WEIGHT)
         if not is_adapted(theirs, config):
             continue
         outputs, inputs = source.shape
@@ -118,7 +121,7 @@ def targeted_adapters(
         )
     if not adapters:
         raise nothing_adapted(config, f"a {kind} model")
-    check_sizes(config, [name.removesuffix(WEIGHT) for name in adapters])
+    check_sizes(config, [known_as(name).removesuffix(WEIGHT) for name in adapters])
     return adapters
 
 
@@ -239,9 +242,15 @@ def _rows_of_sources(entry: WeightMap, rank: int, size: int) -> Iterator[tuple[s
 
 
 def _is_linear(entry: WeightMap) -> bool:
-    """Return whether it is the matrix of a linear layer, neither a router or gate nor an expert."""
+    """Return whether it is the matrix of a linear layer of the language model, neither a router or gate nor an
+    expert."""
     is_matrix = len(entry.sources[0].shape) == 2 and entry.target.endswith(WEIGHT)
-    return is_matrix and not isinstance(entry.split, Vocabulary) and not _is_of_experts(entry)
+    return (
+        is_matrix
+        and not entry.target.startswith(PREFIX)
+        and not isinstance(entry.split, Vocabulary)
+        and not _is_of_experts(entry)
+    )
 
 
 def _is_of_experts(entry: WeightMap) -> bool:

@@ -22,10 +22,12 @@ from rl_core.torch.heads.logprobs import Head
 from rl_core.torch.heads.reads import join_tokens, scalar_reads, split_language_reads
 from rl_core.torch.heads.vocab_parallel import VocabShard
 from rl_core.torch.loss import Rows
-from rl_megatron.conversion.weight_map import AdapterMap
+from rl_megatron.conversion.weight_map import AdapterMap, WeightMap
+from rl_megatron.families.catalog import family_of
 from rl_megatron.model.layout import Alignment, RowLayout, lay_out
 from rl_megatron.model.recompute import StageMemory
 from rl_megatron.model.routing import MegatronReplay, Routing
+from rl_megatron.model.vision import PREFIX, MegatronVision
 
 EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
@@ -57,6 +59,15 @@ class Chunk(GPTModel):
 
     The head is applied by `ReadingModel.reads`, chunk by chunk of tokens, so that logits for all tokens never exist.
     """
+
+    def _preprocess(self, *args: Any, **kwargs: Any) -> Any:
+        found = super()._preprocess(*args, **kwargs)
+        # Rotary embedding of `transformers` for tokens with three places each (M-RoPE).
+        rotary: Any = self._modules.get("rotary_of_axes")
+        if rotary is None:
+            return found
+        angles = kwargs["position_ids"].expand(3, -1, -1)[..., None].float() * rotary.inv_freq
+        return found[0], rotary.recomposition_frequencies(angles).transpose(0, 1)[:, :, None], *found[2:]
 
     def _postprocess(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
         return hidden_states
@@ -91,6 +102,7 @@ class ReadingModel:
         replay: Replay of the generator's routing; None if it is not replayed.
         asks_for_dropout: True if the user set the model's dropout, which is then active under every loss.
         memory: Memory of a training step; None for a model that does not train or a device without its own memory.
+        vision: Parts next to a language model that sees images; None if it sees none.
     """
 
     chunks: list[Chunk]
@@ -106,6 +118,21 @@ class ReadingModel:
     replay: MegatronReplay | None = None
     asks_for_dropout: bool = False
     memory: StageMemory | None = None
+    vision: MegatronVision | None = None
+
+    @property
+    def maps(self) -> list[WeightMap]:
+        """Maps of the weights of the whole model except its head."""
+        maps = family_of(self.hf).weights(self.hf)
+        return maps if self.vision is None else self.vision.maps(maps)
+
+    def file_name(self, name: str) -> str:
+        """Return the name in the files of a weight of the language model, which is named as if it were alone."""
+        return name if self.vision is None else self.vision.file_name(name)
+
+    def known_as(self, name: str) -> str:
+        """Return the name in `transformers` of a weight of the files; other names are as they are."""
+        return name if self.vision is None else self.vision.names.get(name, name)
 
     @property
     def is_headless(self) -> bool:
@@ -127,7 +154,9 @@ class ReadingModel:
         for chunk in self.chunks:
             chunk.train(mode)
             for name, module in chunk.named_modules():
-                if isinstance(module, TransformerLayer):
+                if name.startswith(PREFIX):
+                    module.training = mode and drops  # The tower has its own dropout.
+                elif isinstance(module, TransformerLayer):
                     module.hidden_dropout = hidden
                 elif isinstance(module, nn.Dropout):
                     module.p = attention if ".core_attention." in name else hidden

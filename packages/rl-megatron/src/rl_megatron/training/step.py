@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -56,7 +57,7 @@ class MegatronModel:
         reports_layers: bool,
     ) -> None:
         self.reading = reading
-        self.hf_config: PreTrainedConfig = reading.hf
+        self.hf_config: PreTrainedConfig = reading.hf if reading.vision is None else reading.vision.hf
         self.shape, self._chunks, self._weights = shape, chunks, weights
         self._mesh, self._reports_layers = mesh, reports_layers
         self._biases: list[Tensor] = []
@@ -87,6 +88,8 @@ class MegatronModel:
         Raises:
             ValueError: If there is none.
         """
+        if self.reading.vision is not None:
+            return self.reading.vision.architecture
         kind = type(self.reading.hf)
         classes = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING if self.reading.is_headless else MODEL_FOR_CAUSAL_LM_MAPPING
         if kind not in classes:
@@ -98,7 +101,10 @@ class MegatronModel:
         """Return the experts that tokens were sent to, if routing is replayed."""
         return {} if self.reading.replay is None else self.reading.replay.columns_of(batch, for_loss=for_loss)
 
-    image_columns = staticmethod(no_images)
+    def image_columns(self, batch: Batch) -> Mapping[str, np.ndarray]:
+        """Return the columns of the images of rows; none for a language model, whose rows have no images."""
+        vision = self.reading.vision
+        return no_images(batch) if vision is None else vision.columns(batch)
 
     def read(self, run: Pass) -> list[Any]:
         """Pass forward through all stages."""
@@ -165,7 +171,10 @@ def _run(
             model.replay.give(plain, microbatch.rows, layout)
         # A schedule that runs two microbatches at one time takes the parts of the pass, and hands over float32.
         pass_on = plain.build_schedule_plan if return_schedule_plan else chunk
-        output = pass_on(layout.input_ids, layout.position_ids, None, packed_seq_params=layout.packing)
+        arguments = {"position_ids": layout.position_ids}
+        if model.vision is not None:
+            arguments = model.vision.arguments(plain, microbatch.rows, layout)
+        output = pass_on(layout.input_ids, attention_mask=None, packed_seq_params=layout.packing, **arguments)
 
         def finish(hidden: Tensor, non_loss_data: bool = False) -> Any:
             hidden = hidden.to(model.config.params_dtype)

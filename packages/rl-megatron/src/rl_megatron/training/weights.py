@@ -37,7 +37,6 @@ from rl_megatron.conversion.weight_map import (
     held_weights,
     whole_tensors,
 )
-from rl_megatron.families.catalog import family_of
 from rl_megatron.model.lora import pass_gradients
 from rl_megatron.model.model import EMBEDDING, LM_HEAD, ReadingModel
 from rl_megatron.model.precision import hold_in_float32, is_kept, kept_in_float32
@@ -72,7 +71,7 @@ class MegatronWeights:
         self._shares = {"tp": (tensor.rank(), tensor.size()), "etp": (expert.rank(), expert.size())}
         adapters = [each for adapter in model.adapters.values() for each in (adapter.down, adapter.up)]
         num_experts = model.config.num_moe_experts or 0
-        maps = as_stored(family_of(model.hf).weights(model.hf), num_experts, files.names)
+        maps = as_stored(model.maps, num_experts, files.names)
         self._own_maps = [*maps, *_head_maps(model)]
         self._sent = [entry for entry in self._own_maps if entry.copy_of is None]
         self.maps = [*self._own_maps, *adapters]
@@ -102,7 +101,7 @@ class MegatronWeights:
         found: dict[nn.Parameter, OptimizedParameter] = {}
         for entry in self.maps:
             if isinstance(parameter := self.held.get(entry.target), nn.Parameter):
-                names = tuple(source.name for source in entry.sources)
+                names = self._names_of(entry)
                 pieces = None
                 shapes = [source.part_shape for source in entry.sources]
                 if all(map(is_hidden_matrix, names, shapes)):
@@ -119,9 +118,9 @@ class MegatronWeights:
         """
         maps = self._own_maps
         if config.freeze or config.train_only:
-            frozen = frozen_names(config, [source.name for entry in maps for source in entry.sources])
+            frozen = frozen_names(config, [name for entry in maps for name in self._names_of(entry)])
             for entry in maps:
-                names = [source.name for source in entry.sources]
+                names = self._names_of(entry)
                 if len({name in frozen for name in names}) > 1:
                     raise ValueError(
                         f"freeze: {' and '.join(names)} are one parameter in Megatron, but not all of them train; "
@@ -132,17 +131,18 @@ class MegatronWeights:
             for chunk in self._model.chunks:
                 if chunk.pre_process and not chunk.embedding.word_embeddings.weight.requires_grad:
                     pass_gradients(chunk)
-            maps = [entry for entry in maps if entry.sources[0].name not in frozen]
+            maps = [entry for entry in maps if self._names_of(entry)[0] not in frozen]
         if self._model.adapters:
             maps = self.maps[len(self._own_maps) :]
-        names = [source.name for entry in maps for source in entry.sources]
+        vision_frozen = frozenset() if self._model.vision is None else self._model.vision.frozen
+        names = [name for entry in maps for name in self._names_of(entry) if name not in vision_frozen]
         check_patterns("optimizer.lr_scales", config.optimizer.lr_scales, names)
 
     @property
     def tied(self) -> dict[str, str]:
         """Names in files and generators whose tensor equals another, to the name of that tensor."""
         is_tied = self._model.hf.tie_word_embeddings and not self._model.is_headless
-        return {LM_HEAD: EMBEDDING} if is_tied else {}
+        return {self._model.file_name(LM_HEAD): self._model.file_name(EMBEDDING)} if is_tied else {}
 
     @property
     def holders(self) -> Sequence[int]:
@@ -194,12 +194,14 @@ class MegatronWeights:
                 if initial.is_principal and any(source.name in self._model.adapters for source in entry.sources):
                     product = entry.split.part(partial(self._product, initial, entry.sources), *self.share(entry))
                     target.copy_(target.float() - product.to(target.device))
-        initial.check(self._model.adapters)
+        initial.check([self._model.known_as(name) for name in self._model.adapters])
         for name, adapter in self._model.adapters.items():
             down, up = self.held.get(adapter.down.target), self.held.get(adapter.up.target)
             if down is None or up is None:
                 continue
-            wholes = initial.of_weight(name, adapter.down.sources[0].shape, adapter.up.sources[0].shape)
+            wholes = initial.of_weight(
+                self._model.known_as(name), adapter.down.sources[0].shape, adapter.up.sources[0].shape
+            )
             for target, half, whole in zip((down, up), (adapter.down, adapter.up), wholes, strict=True):
                 target.copy_(half.split.part(partial(_slice, whole), *self.share(half)))
 
@@ -210,7 +212,7 @@ class MegatronWeights:
         name = sources[index].name
         if name not in self._model.adapters:
             return torch.zeros(sources[index].shape)[slices]
-        down, up = initial.principal(name)
+        down, up = initial.principal(self._model.known_as(name))
         rows, columns = (*slices, slice(None), slice(None))[:2]
         return self._model.adapters[name].scale * up[rows] @ down[:, columns]
 
@@ -218,10 +220,11 @@ class MegatronWeights:
         """Return a weight as the files have it, in the dtype of the model.
 
         Args:
-            name: Name of the weight in the files.
+            name: Name of the weight in `transformers`.
         """
+        names = {} if self._model.vision is None else {own: name for name, own in self._model.vision.names.items()}
         with self._files.open() as opened:
-            return opened.read(name, ()).to(self._mesh.device, self._model.config.params_dtype)
+            return opened.read(names.get(name, name), ()).to(self._mesh.device, self._model.config.params_dtype)
 
     def stream(
         self,
@@ -312,6 +315,10 @@ class MegatronWeights:
         """
         return self._counted[parameter]
 
+    def _names_of(self, entry: WeightMap) -> tuple[str, ...]:
+        """Return the names in `transformers` of the tensors that a parameter is made of."""
+        return tuple(self._model.known_as(source.name) for source in entry.sources)
+
     @property
     def _adapter_maps(self) -> dict[str, WeightMap]:
         """The factors of every adapter, and a score head, by Hugging Face name."""
@@ -386,10 +393,11 @@ def _head_maps(model: ReadingModel) -> list[WeightMap]:
     if model.is_headless:
         return [WeightMap(SCORE, (HFTensor(SCORE, (1, hf.hidden_size)),), Whole())]
     shape = (hf.vocab_size, hf.hidden_size)
-    head = WeightMap("output_layer.weight", (HFTensor(LM_HEAD, shape),), Vocabulary(hf.vocab_size))
+    head = WeightMap("output_layer.weight", (HFTensor(model.file_name(LM_HEAD), shape),), Vocabulary(hf.vocab_size))
     if not hf.tie_word_embeddings:
         return [head]
-    return [replace(head, sources=(HFTensor(EMBEDDING, shape),), copy_of="embedding.word_embeddings.weight")]
+    embedding = HFTensor(model.file_name(EMBEDDING), shape)
+    return [replace(head, sources=(embedding,), copy_of="embedding.word_embeddings.weight")]
 
 
 def _read(opened: OpenWeights, sources: Sequence[HFTensor], index: int, slices: tuple[slice, ...]) -> Tensor:

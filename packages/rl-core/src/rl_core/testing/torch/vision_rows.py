@@ -16,8 +16,9 @@ from rl_core.data.batch import TOKENS, Batch
 from rl_core.data.ragged import Ragged
 from rl_core.images import DIGEST_BYTES, IMAGES, STORE_VARIABLE, ImageStore
 from rl_core.model import Read, read_columns
+from rl_core.model_config import LoraConfig
 from rl_core.selfcheck.rank_pool import Rank
-from rl_core.selfcheck.torch.oracle import Oracle
+from rl_core.selfcheck.torch.oracle import Oracle, adapt
 from rl_core.testing.model_worker import make_candidates
 from rl_core.testing.torch.tiny_vision import tiny_image, tiny_png
 
@@ -108,6 +109,16 @@ class VisionOracle(Oracle):
             columns = {name: torch.as_tensor(batch.ragged(name)[row]).long() for name in names}
             parts.append(self._row(columns, reads, temperature))
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def adapt_parts(hf: Any, lora: LoraConfig, left_out: Sequence[str]) -> None:
+    """Put adapters on a whole model, except on some of its parts."""
+    held = {name: hf.get_submodule(name) for name in left_out}
+    for name in left_out:
+        hf.set_submodule(name, nn.Identity())
+    adapt(hf, lora)
+    for name, module in held.items():
+        hf.set_submodule(name, module.requires_grad_(False))
 
 
 class _Seeing(nn.Module):
