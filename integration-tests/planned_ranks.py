@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from rl_core.data.microbatch import shard
 from rl_core.model import ModelSpec
@@ -22,56 +26,79 @@ def _bytes(tensors: Any) -> int:
     return sum(storages.values())
 
 
-class SavedBytes:
-    """Bytes of the storages that autograd keeps for a backward pass, without those of parameters.
+class KeptBytes(TorchDispatchMode):
+    """Bytes of the tensors that a forward pass makes and that are still there when its backward pass begins.
 
     Attributes:
-        peak: Maximum number of bytes, of one microbatch after another.
+        kept: Maximum number of bytes, of one microbatch after another.
     """
 
-    def __init__(self, parameters: set[int], module: Any) -> None:
-        self._known = parameters
-        self._alive: dict[int, Tensor] = {}
-        self.peak = 0
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = 0
+        self._live: dict[int, StorageWeakRef] = {}
+        self._was_forward = True
 
-    def pack(self, tensor: Tensor) -> Tensor:
-        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-        storage = local.untyped_storage()
-        if storage._cdata not in self._known and not local.is_meta:
-            self._alive[storage._cdata] = local
-            self.peak = sum(each.untyped_storage().nbytes() for each in self._alive.values())
-        return tensor
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_forward = torch._C._current_graph_task_id() < 0
+        if self._was_forward and not is_forward:
+            self.kept = max(self.kept, self.live())
+        self._was_forward = is_forward
+        given = {_local(leaf).untyped_storage()._cdata for leaf in tree_leaves((args, kwargs or {})) if isinstance(leaf, Tensor)}
+        result = function(*args, **(kwargs or {}))
+        if is_forward:
+            made = (_local(leaf).untyped_storage() for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and not leaf.is_meta)
+            self._live |= {each._cdata: StorageWeakRef(each) for each in made if each._cdata not in given}
+        return result
+
+    def live(self, besides: Sequence[Tensor] = ()) -> int:
+        """Return the bytes that are still there, without those of some tensors."""
+        known = {each.untyped_storage()._cdata for each in besides}
+        live = (each.cdata for key, each in self._live.items() if key not in known)
+        found = (torch.UntypedStorage._new_with_weak_ptr(each) for each in live)
+        return sum(each.nbytes() for each in found if each is not None)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor."""
+    for name in ("_local_tensor", "elem"):
+        tensor = getattr(tensor, name, tensor)
+    return tensor
 
 
 def trained_bytes(
     rank: Rank, backend: str, settings: dict[str, Any], config: ModelConfig, lengths: tuple[int, ...], folder: str
 ) -> dict[str, float]:
-    """Train a step, save it, and return the bytes of this rank: `weights`, `gradients`, `optimizer`, `saved` for the
-    backward pass, and `checkpoint` of all ranks on rank 0."""
+    """Train a step, save it, and return the bytes of this rank: `weights`, `gradients`, `optimizer`, `kept` for the
+    backward pass, `copied` to be written in the background, and `checkpoint` of all ranks."""
     found = plugin(POLICIES, backend)
     worker = resolve(found.worker)(config, found.config(**settings), ModelSpec(), rank.rendezvous)
     try:
         coordinates = worker.coordinates()
         batch = make_batch(lengths, vocab=45)
         rows = shard(batch.lengths, coordinates.along("dp"))[coordinates.on("dp")]
-        residency, parameters = worker._residency, worker._residency.kept("parameters")
-        saved = SavedBytes({each.untyped_storage()._cdata for each in parameters}, worker)
-        grads: dict[str, int] = {"gradients": 0}
-        with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda tensor: tensor):
+        residency = worker._residency
+        with KeptBytes() as kept:
             worker.accumulate(batch.select(rows), TokenLoss())
-        held = {each.untyped_storage()._cdata: each for each in residency.lost("parameters")}
-        for chunk in worker._residency._models if hasattr(worker._residency, "_models") else ():
-            for parameter in chunk.parameters():
-                grad = parameter.grad
-                if grad is not None:
-                    local = grad.to_local() if hasattr(grad, "to_local") else grad
-                    held[local.untyped_storage()._cdata] = local
-        grads["gradients"] = _bytes([*held.values(), *residency.lost("optimizer")])
+        grads = [*residency.lost("parameters"), *residency.lost("optimizer")]
+        for chunk in getattr(residency, "_models", ()):
+            grads += [_local(each.grad) for each in chunk.parameters() if each.grad is not None]
+        gradients = _bytes(grads)
         worker.apply()
         weights, state = _bytes(residency.kept("parameters")), _bytes(residency.kept("optimizer"))
-        worker.save(folder)
+        with KeptBytes() as copied:
+            worker.save(folder, wait=False)
+        copies = copied.live([*residency.kept("parameters"), *residency.kept("optimizer")])
+        worker.finish_save()
         worker.export(f"{folder}/hf")
         size = sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
-        return {"weights": weights, **grads, "optimizer": state, "saved": saved.peak, "checkpoint": size}
+        return {
+            "weights": weights,
+            "gradients": gradients,
+            "optimizer": state,
+            "kept": kept.kept,
+            "copied": copies,
+            "checkpoint": size,
+        }
     finally:
         worker.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import replace
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 pytest.importorskip("torch", reason="it counts tensors: run it in an environment with the backends (--group cpu)")
 
 from planned_ranks import trained_bytes
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from rl_algos.tiny_model import make_tiny_model
 from rl_core.devices import CPU, CUDA
@@ -20,7 +22,7 @@ from rl_core.plugins import POLICIES, plugin
 from rl_core.selfcheck.rank_pool import RankPool, preload
 from rl_launch.commands.verified_plan import verify
 from rl_launch.planning.accelerators import accelerator_named
-from rl_launch.planning.memory import Recomputed, TrainingRank, activation_bytes
+from rl_launch.planning.memory import TrainingRank, activation_bytes
 from rl_launch.planning.plan import checkpoint_bytes, fields_of, plan_run
 from rl_launch.planning.shapes import Shape, adapter_parameters
 from rl_launch.run_config.reading import read_plan
@@ -38,6 +40,18 @@ MESHES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "dtensor pp2": ("dtensor", 2, {"pipeline_parallel_size": 2}),
     "dtensor cp2": ("dtensor", 2, {"context_parallel_size": 2}),
     "dtensor tp2 x fsdp2": ("dtensor", 4, {"tensor_parallel_size": 2}),
+    "dtensor selective": ("dtensor", 1, {"recompute": "selective"}),
+    "dtensor full": ("dtensor", 1, {"recompute": "full"}),
+    "dtensor fsdp2, selective": ("dtensor", 2, {"recompute": "selective"}),
+    "dtensor tp2 with tokens, full": (
+        "dtensor",
+        2,
+        {"tensor_parallel_size": 2, "sequence_parallel": True, "recompute": "full"},
+    ),
+    "dtensor fsdp2, offload": ("dtensor", 2, {"cpu_offload": True}),
+    "dtensor experts": ("dtensor", 1, {}),
+    "dtensor experts, ep2": ("dtensor", 2, {"expert_parallel_size": 2}),
+    "dtensor experts, full": ("dtensor", 1, {"recompute": "full"}),
     "megatron one rank": ("megatron", 1, {}),
     "megatron dp2": ("megatron", 2, {}),
     "megatron tp2": ("megatron", 2, {"tensor_model_parallel_size": 2}),
@@ -45,6 +59,17 @@ MESHES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "megatron pp2": ("megatron", 2, {"pipeline_model_parallel_size": 2}),
     "megatron cp2": ("megatron", 2, {"context_parallel_size": 2}),
     "megatron tp2 x dp2": ("megatron", 4, {"tensor_model_parallel_size": 2}),
+    "megatron selective": ("megatron", 1, {"recompute": "selective"}),
+    "megatron full": ("megatron", 1, {"recompute": "full"}),
+    "megatron tp2, selective": ("megatron", 2, {"tensor_model_parallel_size": 2, "recompute": "selective"}),
+    "megatron tp2 with tokens, full": (
+        "megatron",
+        2,
+        {"tensor_model_parallel_size": 2, "sequence_parallel": True, "recompute": "full"},
+    ),
+    "megatron experts": ("megatron", 1, {}),
+    "megatron experts, ep2": ("megatron", 2, {"expert_model_parallel_size": 2}),
+    "megatron experts, full": ("megatron", 1, {"recompute": "full"}),
 }
 
 
@@ -56,9 +81,16 @@ def pool():
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    make_tiny_model(folder, hidden_size=256, num_layers=4, num_heads=8, num_key_value_heads=4)
+def models(tmp_path_factory):
+    """Folders of a dense model, and of one with experts."""
+    folder = tmp_path_factory.mktemp("models")
+    for name in ("dense", "experts"):
+        make_tiny_model(folder / name, hidden_size=256, num_layers=4, num_heads=8, num_key_value_heads=4)
+    fields = json.loads((folder / "experts" / "config.json").read_text())
+    shared = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "intermediate_size": 256}
+    config = Qwen3MoeConfig(**{name: fields[name] for name in shared}, **experts, tie_word_embeddings=True)
+    Qwen3MoeForCausalLM(config).save_pretrained(folder / "experts")
     return folder
 
 
@@ -80,10 +112,12 @@ def planned(config, backend, num_ranks, settings):
 
 @pytest.mark.parametrize("adapters", [False, True], ids=["all weights", "adapters"])
 @pytest.mark.parametrize("mesh", MESHES)
-def test_a_rank_holds_the_bytes_of_the_plan(mesh, adapters, pool, model, tmp_path):
+def test_a_rank_holds_the_bytes_of_the_plan(mesh, adapters, pool, models, tmp_path):
     backend, num_ranks, settings = MESHES[mesh]
+    if adapters and "experts" in mesh:
+        pytest.skip("adapters of experts are not counted by name")
     config = ModelConfig(
-        model_name=str(model),
+        model_name=str(models / ("experts" if "experts" in mesh else "dense")),
         precision="float32",
         max_total_sequence_length=64,
         sequence_packing=SequencePackingConfig(train_mb_tokens=4096, logprob_mb_tokens=4096),
@@ -93,28 +127,33 @@ def test_a_rank_holds_the_bytes_of_the_plan(mesh, adapters, pool, model, tmp_pat
     rank = planned(config, backend, num_ranks, settings)
     given = (backend, settings, config, LENGTHS, str(tmp_path / "checkpoint"))
     ranks = pool.run(trained_bytes, [given] * num_ranks, timeout_s=600)
-    parts = rank.state
-    expected = {
-        "weights": parts["weights"],
-        "gradients": parts["gradients"],
-        "optimizer": parts["optimizer state"],
-        "saved": saved_bytes(rank),
-        "checkpoint": checkpoint_bytes(rank),
-    }
+    fullest = {name: max(each[name] for each in ranks) for name in ranks[0]}
+    memory = rank.memory
+    expected = {"kept": kept_bytes(rank), "checkpoint": checkpoint_bytes(rank)}
+    if memory.host:
+        fullest["host"] = fullest.pop("weights") + fullest.pop("gradients") + fullest.pop("optimizer")
+        expected |= {"host": memory.host}
+    else:
+        parts = rank.state
+        expected |= {"weights": parts["weights"], "gradients": parts["gradients"]}
+        expected |= {"optimizer": parts["optimizer state"], "copied": rank.copied}
     if mesh == "dtensor pp2":
         # Passes of several microbatches are counted together, and stages keep what they send.
-        expected["saved"] *= PIPELINED
-    fullest = {name: max(each[name] for each in ranks) for name in expected}
-    ratios = {name: found / expected[name] for name, found in fullest.items()}
+        expected["kept"] *= PIPELINED
+    ratios = {name: fullest[name] / size for name, size in expected.items()}
     sys.stdout.write(f"{mesh}, {'adapters' if adapters else 'all weights'}: {ratios}\n")
     assert ratios == pytest.approx(dict.fromkeys(ratios, 1.0), abs=TOLERANCE)
 
 
-def saved_bytes(rank):
-    """What autograd keeps of all rows of a rank; of a pipeline rank too, whose microbatches are counted together."""
+def kept_bytes(rank):
+    """What a rank keeps of all its rows when a backward pass begins, no layer of which has been computed again; of a
+    pipeline rank too, whose microbatches are counted together."""
     layout = replace(rank.layout, pipeline=1)
-    tokens = sum(LENGTHS) / layout.data / layout.context
-    return activation_bytes(rank.shape, layout, rank.model, Recomputed(0, 0, rank.layers), tokens=tokens)
+    tokens, recomputed = sum(LENGTHS) / layout.data / layout.context, rank.plans()[0]
+    size = activation_bytes(rank.shape, layout, rank.model, recomputed, tokens=tokens)
+    if recomputed.full + recomputed.selective:
+        size -= tokens * rank.shape.kept(layout, 4, has_experts=bool(rank.shape.experts), has_adapters=rank.model.lora_cfg.enabled).none
+    return size
 
 
 @pytest.mark.parametrize("recipe", ["grpo-math-8b", "sft-lora"])

@@ -24,6 +24,8 @@ class RankLayout:
         is_fused: True if norms, rotations and gates are fused kernels, which keep only their inputs.
         recompute: `none`, `selective`, `full`, or `auto` for as little as the memory allows.
         offloads: True if parameters are in host memory and come to the device for each pass.
+        recomputed: Parts of a layer that selective recomputation computes again, of which those count that the layer
+            has, or else its MLP; empty if it computes everything again except products and attention.
     """
 
     tensor: int = 1
@@ -39,6 +41,7 @@ class RankLayout:
     is_fused: bool = True
     recompute: str = "auto"
     offloads: bool = False
+    recomputed: tuple[str, ...] = ()
 
     @property
     def split(self) -> int:

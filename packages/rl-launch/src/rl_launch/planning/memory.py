@@ -17,8 +17,6 @@ from rl_launch.planning.workload import microbatch_tokens
 GIB = 2**30
 LOGIT_COPIES = 3
 """Float32 tensors of the size of a chunk's logits that the head has at one time."""
-END_WIDTHS = 5
-"""Tensors of the width of hidden states that stay outside of layers."""
 HEAD_CHUNK = 1024
 """Tokens whose logits exist at one time if the config does not say."""
 UNIT_BYTES = 256 * 2**20
@@ -113,9 +111,9 @@ def activation_bytes(
         tokens: Tokens of a microbatch on a rank.
     """
     itemsize = ITEM_BYTES[model.precision]
-    trains_norms = not model.lora_cfg.enabled
+    has_adapters = model.lora_cfg.enabled
     dense, experts = (
-        shape.kept(layout, itemsize, has_experts=has, trains_norms=trains_norms) for has in (False, bool(shape.experts))
+        shape.kept(layout, itemsize, has_experts=has, has_adapters=has_adapters) for has in (False, bool(shape.experts))
     )
     # The last stage's layers, which have experts; a stage that begins with dense layers keeps less.
     first = max(0, shape.dense_layers - (shape.layers - recomputed.layers)) if shape.experts else recomputed.layers
@@ -131,9 +129,20 @@ def activation_bytes(
             kept += layer.none
     # A layer that is recomputed has all of its activations while its backward pass runs.
     again = largest if recomputed.full + recomputed.selective else 0.0
-    # The norm after the last layer, and the states that logits are computed from.
-    ends = END_WIDTHS * shape.hidden * itemsize / (layout.tensor if layout.splits_tokens else 1)
-    return tokens * (held_passes(layout) * kept + again + ends)
+    ends = _end_widths(layout, has_adapters=has_adapters) * shape.hidden
+    if not layout.is_fused:
+        ends += 2 * shape.queries / shape.heads  # Cosines and sines of the rotation.
+    return tokens * (held_passes(layout) * kept + again + ends * itemsize)
+
+
+def _end_widths(layout: RankLayout, *, has_adapters: bool) -> float:
+    """Return the tensors of the width of hidden states that stay outside of layers: the input of the last norm, its
+    normalised input unless it is fused or frozen, and the rows that logits are computed from."""
+    between, whole = 1.0 + (not layout.is_fused and not has_adapters), 1.0
+    if layout.splits_tokens and layout.joins_projections:
+        # The result of the norm stays, and is gathered for a head that trains.
+        between, whole = between + has_adapters, whole + (not has_adapters)
+    return between / (layout.tensor if layout.splits_tokens else 1) + whole
 
 
 def logit_bytes(shape: Shape, layout: RankLayout, model: ModelConfig) -> float:
@@ -198,6 +207,17 @@ class TrainingRank:
             "optimizer state": memory.optimizer,
         }
         return {name: size for name, size in parts.items() if size}
+
+    @property
+    def copied(self) -> float:
+        """Bytes of host memory for the copies of an asynchronous save: what trains, of which each rank has its part."""
+        layout, weights = self.layout, self.memory.weights
+        if layout.is_sharded:
+            return weights + self.memory.optimizer
+        copies = layout.data * layout.context
+        experts = self.trained.experts / (layout.pipeline * layout.experts * layout.tensor)
+        experts *= ITEM_BYTES[self.model.precision]
+        return (weights - experts) / copies + experts / max(1, copies // layout.experts) + self.memory.optimizer
 
     @property
     def layers(self) -> int:

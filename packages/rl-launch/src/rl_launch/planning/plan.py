@@ -418,9 +418,9 @@ def _host_bytes(roles: list[RolePlan], topology: Topology, device: Device, *, sa
         each = memory.host + (memory.weights if role.keeps_reference else 0.0)
         if device.runs_on_gpus:
             each += memory.kept if role.has_turns else 0.0
-            each += memory.kept if saves_later and role.trains else 0.0
         else:
             each += memory.device
+        each += role.rank.copied if saves_later and role.trains else 0.0
         total += each * role.ranks_per_node * (topology.num_nodes if device.is_logical else 1)
     return total
 

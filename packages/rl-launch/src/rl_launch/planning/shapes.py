@@ -163,7 +163,7 @@ class Shape:
         head = self.queries / self.heads
         return self.layers * max(self.cached / tensor, 2 * head)
 
-    def kept(self, layout: RankLayout, itemsize: int, *, has_experts: bool, trains_norms: bool = True) -> Kept:
+    def kept(self, layout: RankLayout, itemsize: int, *, has_experts: bool, has_adapters: bool = False) -> Kept:
         """Return what a layer keeps of a token on one rank.
 
         Tensors between blocks, which have the width of hidden states, are whole on tensor-parallel ranks unless these
@@ -173,7 +173,7 @@ class Shape:
             layout: Ranks that share the layer.
             itemsize: Bytes of a value in the dtype that the model computes in.
             has_experts: True for a layer with experts.
-            trains_norms: False if the weights of norms are frozen, so that their inputs need not stay.
+            has_adapters: True if only adapters train, so that the inputs of norms need not stay.
         """
         shared = layout.tensor if layout.splits_tokens else 1
         h, q, k, v = self.hidden, self.queries, self.keys, self.values
@@ -203,29 +203,61 @@ class Shape:
         numbers = WIDE_BYTES * self.heads / layout.tensor  # The logarithms of attention's sums.
         if has_experts:
             numbers += 4 * WIDE_BYTES * self.experts / shared  # Scores of the router.
+        travels = has_experts and layout.experts > 1 and not layout.joins_projections
+        if travels:
+            # A token travels once to each rank that has experts of it. It stays as it is sent, received and put in order,
+            # and so do its results, before and after they return.
+            between += 5 * layout.experts * (1 - (1 - 1 / layout.experts) ** self.active) * h
+        if has_adapters:
+            # The product of an adapter has the width of the result that it is added to.
+            results, results_between = 2 * results, 2 * results_between
         if not layout.is_fused:
             # Unfused norms keep their normalised input, in float32 if that is wider, and gates their activation.
             is_wide = int(itemsize < WIDE_BYTES)
-            # Adapters of Megatron keep the inputs of frozen norms too.
-            between += 2 * (is_wide + (trains_norms or layout.joins_projections)) * h
-            within += width + (is_wide + trains_norms) * self.normed
+            between += 2 * (is_wide + (not has_adapters)) * h
+            within += width + (is_wide + (not has_adapters)) * self.normed
             numbers += 2 * itemsize * self.queries / self.heads  # Cosines and sines of the rotation.
-            if has_experts:
+            if travels:
+                within += self.active * self.expert_inner  # Weights multiply what the second product takes.
+            elif has_experts:
                 between += self.active * h  # Results of experts before their weights.
             if layout.joins_projections:
-                # Rows are attended one by one and joined, with the keys and values of all context-parallel ranks.
-                within += q + (2 * layout.context * k if layout.context > 1 else 0)
+                # Rows are attended one by one and joined, with the keys and values of all context-parallel ranks. Gates
+                # add a constant first.
+                within += width + q + (2 * layout.context * k if layout.context > 1 else 0)
         if layout.splits_tokens and not layout.joins_projections:
             # Gathered inputs of both blocks stay. Megatron gathers them again in the backward pass.
             between += 2 * h * (layout.tensor - 1)
         scale_between, scale_within = itemsize / shared, itemsize / layout.tensor
-        return Kept(
-            none=between * scale_between + within * scale_within + numbers,
-            selective=(results_between + entered) * scale_between
-            + results * scale_within
-            + WIDE_BYTES * self.heads / layout.tensor,
-            full=entered * scale_between,
-        )
+        none = between * scale_between + within * scale_within + numbers
+        selective = (results_between + entered) * scale_between + results * scale_within
+        selective += WIDE_BYTES * self.heads / layout.tensor
+        if layout.recomputed:
+            again_between, again_within = self._again(layout, has_experts=has_experts)
+            selective = none - again_between * scale_between - again_within * scale_within
+        return Kept(none, selective, entered * scale_between)
+
+    def _again(self, layout: RankLayout, *, has_experts: bool) -> tuple[float, float]:
+        """Return the widths, between blocks and within them, of what the named parts of a layer need not keep."""
+        gates = 3.0 if layout.is_fused else 5.0
+        parts: dict[str, tuple[float, float]] = {}
+        if has_experts:
+            wide, copies = float(self.active * self.expert_inner), float(self.active * self.hidden)
+            parts["layernorm"] = (self.hidden * (1.0 + self.is_latent), 0.0)
+            parts["moe_act"] = (0.0, wide)
+            parts["shared_experts"] = (0.0, gates * self.shared_inner)
+            parts["moe"] = (copies if layout.is_fused else 2 * copies, gates * (wide + self.shared_inner))
+        else:
+            # In Transformer Engine the norm before is a part of the first product.
+            parts["mlp"] = (float(self.hidden) if layout.is_fused else 0.0, gates * self.inner)
+        if self.is_latent:
+            parts.setdefault("layernorm", (float(self.hidden), 0.0))
+            parts["mla_up_proj"] = (0.0, 2.0 * self.queries + 2 * self.keys + self.values)
+        names = set(layout.recomputed) & parts.keys() or {"moe" if has_experts else "mlp"}
+        if "moe" in names:
+            names -= {"moe_act", "shared_experts"}
+        found = [parts[name] for name in names]
+        return sum(between for between, _ in found), sum(within for _, within in found)
 
 
 def adapter_parameters(fields: Mapping[str, Any], lora: Any, tensor: int = 1) -> float:
