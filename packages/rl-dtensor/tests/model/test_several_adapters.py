@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from rl_core.data.batch import Batch
 from rl_core.errors import WorkerError
 from rl_core.model import ADAPTER, LOGPROBS, AdapterLosses, AdapterSettings, ModelSpec, StepSettings
-from rl_core.model_config import LoraConfig, ModelConfig, OptimizerConfig, SequencePackingConfig
+from rl_core.model_config import LoraConfig, ModelConfig, OptimizerConfig, SchedulerConfig, SequencePackingConfig
 from rl_core.selfcheck.losses import TokenLoss
 from rl_core.selfcheck.pooled_model import PooledModel
 from rl_core.selfcheck.torch.oracle import Oracle
@@ -229,9 +229,34 @@ def test_peft_gives_the_logprobs_of_each_adapter(ranks, folder, tmp_path):
             own = rows.with_columns({ADAPTER: np.full(2, place, dtype=np.int32)})
             expected = model.infer(own, [LOGPROBS]).ragged("logprobs").values
             exported(model, place, tmp_path / str(place))
-            oracle = Oracle(folder)
+            model.call("adapters.export", place, str(tmp_path / f"merged{place}"), merged=True)
+            oracle, merged = Oracle(folder), Oracle(tmp_path / f"merged{place}")
             oracle.model = PeftModel.from_pretrained(oracle.model, tmp_path / str(place)).merge_and_unload()
-            np.testing.assert_allclose(oracle.infer(rows, [LOGPROBS])["logprobs"], expected, atol=1e-5)
+            for each in (oracle, merged):
+                np.testing.assert_allclose(each.infer(rows, [LOGPROBS])["logprobs"], expected, atol=1e-5)
+
+
+def test_a_damaged_file_is_found_before_an_adapter_is_loaded(ranks, folder, tmp_path):
+    with open_model(ranks, folder, "1", several()) as model:
+        model.call("adapters.make", 1, SETTINGS[1])
+        (files,) = model.call("adapters.save", 1, str(tmp_path / "saved"))
+        expected = exported(model, 1, tmp_path / "expected")
+        shard = next(file for file in files if file.path.startswith("shards/") and file.path.endswith("distcp"))
+        path = tmp_path / "saved" / shard.path
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+        with pytest.raises(WorkerError, match=f"CheckpointDamaged: .*{shard.path} has other contents"):
+            model.call("adapters.load", 1, str(tmp_path / "saved"), files=files)
+        assert_close(exported(model, 1, tmp_path / "now"), expected, 0.0)
+
+
+def test_rates_are_those_of_the_schedule(ranks, folder):
+    kwargs = {"start_factor": 0.5, "total_iters": 2}
+    schedule = [SchedulerConfig(name="torch.optim.lr_scheduler.LinearLR", kwargs=kwargs)]
+    with open_model(ranks, folder, "1", several()) as model:
+        assert model.call("adapters.rates", 0.1, schedule, 4)[0] == pytest.approx([0.05, 0.075, 0.1, 0.1])
+        assert model.call("adapters.rates", 0.1, [], 2)[0] == [0.1, 0.1]
 
 
 def test_what_several_adapters_cannot_be_is_refused_by_name(ranks, folder):

@@ -239,3 +239,47 @@ def test_a_folder_that_is_taken_is_refused_before_anything_starts(tmp_path, trai
             ),
             lambda error, _: str(error),
         )
+
+
+LORA = ("policy.lora_cfg.use_rslora=false", "policy.lora_cfg.max_adapters=2", "sft.max_num_steps=2")
+
+
+def test_runs_that_share_a_base_are_made_together(tmp_path, trained, monkeypatch):
+    made = []
+
+    def together(runs, folder, explained):
+        made.append([run.name for run in runs])
+        return ({"lr-1_dim-2_precision-float32": "it broke"}, None) if len(made) == 1 else ({}, None)
+
+    monkeypatch.setattr(module, "train_together", together)
+    keys = ["policy.optimizer.kwargs.lr=1,2", "policy.lora_cfg.dim=2,4", "policy.precision=float32,bfloat16"]
+    found = sweep_of("sft-lora-tiny", [*LORA, *keys, f"run_dir={tmp_path}"])
+    failures, stopped = run_sweep(found, lambda error, _: str(error))
+    assert [[name.rpartition("-")[2] for name in names] for names in made] == [["float32"] * 4, ["bfloat16"] * 4]
+    assert (failures, stopped) == ({"lr-1_dim-2_precision-float32": "it broke"}, None)
+    assert trained.runs == []
+
+
+def test_a_base_that_does_not_start_fails_its_runs_and_no_others(tmp_path, trained, monkeypatch):
+    def refused(runs, folder, explained):
+        raise ConfigError("too little memory")
+
+    monkeypatch.setattr(module, "train_together", refused)
+    keys = ["policy.lora_cfg.max_adapters=1,2", "sft.seed=1,2", "policy.lora_cfg.use_rslora=false"]
+    found = sweep_of("sft-lora-tiny", [*keys, f"run_dir={tmp_path}"])
+    failures, _ = run_sweep(found, lambda error, _: str(error))
+    assert failures == dict.fromkeys(["max_adapters-2_seed-1", "max_adapters-2_seed-2"], "too little memory")
+    assert trained.runs == ["max_adapters-1_seed-1", "max_adapters-1_seed-2"]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "message"),
+    [
+        ("grpo-arithmetic", r"only runs that learn from given rows.* grpo has rollouts. Remove this key"),
+        ("rm-tiny", "rm trains a head that its runs do not share"),
+    ],
+)
+def test_runs_that_cannot_share_a_base_are_refused(tmp_path, recipe, message):
+    keys = ["policy.lora_cfg.enabled=true", "policy.lora_cfg.max_adapters=2", "policy.precision=float32,bfloat16"]
+    with pytest.raises(ConfigError, match=message):
+        sweep_of(recipe, [*keys, f"run_dir={tmp_path}"])

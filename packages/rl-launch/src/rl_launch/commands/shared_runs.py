@@ -68,8 +68,6 @@ def shared_problem(plan: RunPlan) -> str:
         reason = f"{plan.plugin.name} trains a head that its runs do not share"
     elif evaluates is not None and evaluates(plan.config):
         reason = "eval.period scores tasks with an engine"
-    elif "lr" not in plan.config.policy.optimizer.kwargs:
-        return "policy.optimizer.kwargs: set lr, which each run of a shared base has its own of"
     else:
         return ""
     return (
