@@ -177,7 +177,8 @@ def test_nobody_waits_for_a_run_that_does_something_else_or_has_ended():
         first=lambda: first.train_step(rows(2), NLLLoss()), second=lambda: second.train_step(rows(3), NLLLoss())
     )
     runs.base._patience_s = 600.0
-    assert second.evaluate(rows(3), NLLLoss())["loss"].value == 3.0
+    measured = second.evaluate(rows(3), NLLLoss())
+    assert (measured["loss"].value, measured["num_tokens"].value) == (3.0, 3.0)
     assert runs.at_once(first=lambda: first.train_step(rows(2), NLLLoss()))["first"]["loss"].value == 2.0
     runs.base._patience_s = 600.0
     runs.close("second")

@@ -138,7 +138,7 @@ def train(
     if (number := plan.config.policy.lora_cfg.max_adapters) > 1 and shared is None:
         raise ConfigError(
             f"policy.lora_cfg.max_adapters={number}: rl train trains one adapter. Remove this key, or train several "
-            "with rl sweep, rl serve tinker or rl_launch.session"
+            "with rl sweep, rl serve tinker or rl_launch.session. A run of a sweep is resumed by the sweep's command"
         )
     run = prepared(plan, run_dir, fresh=fresh, branch_point=branch_point)
     metrics = finished_metrics(run_dir, run.written) if run.branch is None else None

@@ -104,12 +104,12 @@ class SharedBase:
 
     def _evaluate(self, run: str, batch: Batch, loss: Loss) -> Metrics:
         with self._alone(run):
-            return self._places.measure(AdapterWork(run, batch, loss))
+            return {**self._places.measure(AdapterWork(run, batch, loss)), **_tokens(batch)}
 
     def _accumulate(self, run: str, batch: Batch, loss: Loss) -> tuple[Metrics, Batch]:
         with self._alone(run):
-            (found,) = self._places.accumulate([AdapterWork(run, batch, loss)])
-            return found
+            ((metrics, columns),) = self._places.accumulate([AdapterWork(run, batch, loss)])
+            return {**metrics, **_tokens(batch)}, columns
 
     def _apply(self, run: str, settings: StepSettings) -> Metrics:
         with self._alone(run):
@@ -177,10 +177,9 @@ class SharedBase:
                 step.outcome = error
             return
         for step, (metrics, _) in zip(steps, passed, strict=True):
-            tokens = Metric(float(step.work.batch.lengths.sum()), reduction="sum")
             try:
                 applied = self._places.apply(step.work.adapter, step.settings)
-                step.outcome = {**metrics, "num_tokens": tokens, **applied}
+                step.outcome = {**metrics, **_tokens(step.work.batch), **applied}
             except BaseException as error:  # noqa: BLE001  # raised in the run
                 step.outcome = error
 
@@ -199,6 +198,10 @@ class SharedBase:
             with self._changed:
                 self._is_busy = False
                 self._changed.notify_all()
+
+
+def _tokens(batch: Batch) -> Metrics:
+    return {"num_tokens": Metric(float(batch.lengths.sum()), reduction="sum")}
 
 
 class AdapterModel:
