@@ -30,6 +30,37 @@ def test_sft_steps_on_megatron_are_those_on_dtensor(driver, sft, whole_sft, tmp_
 
 
 @exhaustive
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 1},
+        {"tensor_model_parallel_size": 2, "sequence_parallel": "true"},
+    ],
+)
+def test_sft_with_images_on_megatron_is_that_on_dtensor(layout, driver, tmp_path):
+    settings = [f"policy.megatron_cfg.{name}={value}" for name, value in layout.items()]
+    for backend, further in (("dtensor", []), ("megatron", settings)):
+        enabled = f"policy.{backend}_cfg.enabled=true"
+        driver.train(tmp_path / backend, "sft-vlm-tiny", "sft.max_num_steps=5", "sft.val_period=5", enabled, *further)
+    runs = [steps_of(tmp_path / backend) for backend in ("megatron", "dtensor")]
+    assert_same(*runs, ("train/loss", "train/grad_norm"), 1e-4)
+    assert runs[0][-1]["val/loss"] == pytest.approx(runs[1][-1]["val/loss"], rel=1e-4)
+
+
+@exhaustive
+@pytest.mark.parametrize("generator", ["vllm", "hf"])
+def test_grpo_with_images_on_megatron_is_that_on_dtensor(generator, driver, tmp_path):
+    """The weights of tower, projector and language model reach the generator after each step."""
+    settings = ["policy.model_name=tiny-vision", "grpo.max_num_steps=3", "grpo.val_period=0"]
+    settings += [f"policy.generation.backend={generator}", "checkpointing.metric_name=null"]
+    for backend in ("dtensor", "megatron"):
+        driver.train(tmp_path / backend, "grpo-clevr-count-tiny", f"policy.{backend}_cfg.enabled=true", *settings)
+    found, expected = (steps_of(tmp_path / backend) for backend in ("megatron", "dtensor"))
+    assert_same(found, expected, ("reward/mean", "train/loss", "train/grad_norm"), 1e-3)
+    assert max(line["mismatch/max"] for line in found) < 1e-3
+
+
+@exhaustive
 def test_sft_goes_on_with_the_same_rows_on_another_number_of_ranks(driver, sft, whole_sft, tmp_path):
     run = tmp_path / "run"
     for steps, ranks in ((4, 2), (8, 1)):

@@ -215,4 +215,5 @@ def test_experts_that_files_stack_are_read_and_written_so(ranks, tmp_path):
 
 
 def test_the_families_that_a_run_need_not_check_are_those_held_here():
-    assert set(FAMILIES) == HELD_FAMILIES
+    only_with_images = {"qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text"}  # test_vision.py trains them
+    assert set(FAMILIES) | only_with_images == HELD_FAMILIES

@@ -374,14 +374,14 @@ def test_datasets_of_images_turn_vision_on(tmp_path):
     assert any("write the rewards of clevr-cogent" in note for note in found.notes)
 
 
-def test_megatron_gives_way_to_dtensor_for_images(tmp_path):
+def test_megatron_trains_with_images(tmp_path):
     found = imported(tmp_path, **megatron(), data__train={"dataset_name": "geometry3k"})
     assert found.features == {}
     policy = read_plan(found.recipe).config.policy
-    assert not policy.megatron_cfg.enabled
-    assert policy.dtensor_cfg.tensor_parallel_size == 2
+    assert policy.megatron_cfg.enabled
+    assert policy.megatron_cfg.tensor_model_parallel_size == 2
     assert policy.optimizer.kwargs["lr"] == 2e-6
-    assert any(note.startswith("policy.dtensor_cfg: trains in the place of megatron_cfg") for note in found.notes)
+    assert (policy.vision.enabled, policy.vision.tower, policy.vision.projector) == (True, "trained", "trained")
 
 
 @pytest.mark.parametrize(

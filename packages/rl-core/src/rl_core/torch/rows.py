@@ -38,7 +38,7 @@ def no_images(batch: Batch) -> Mapping[str, np.ndarray]:
     row = int(np.flatnonzero(lengths)[0])
     raise ValueError(
         f"row {row} has {lengths[row]} images, but this model is used as a language model. Train a vision-language "
-        "model with rl-dtensor and vision.enabled=true in its section, or leave out rows with images"
+        "model with vision.enabled=true in its section, or leave out rows with images"
     )
 
 

@@ -120,7 +120,7 @@ def _vision_checks(plan: RunPlan) -> Iterator[Problem]:
     for model in backends.models.values():
         if model.config.vision.enabled and model.plugin.images is None:
             reason = f"is not supported by the training backend {model.plugin.name}, which has no vision towers"
-            remedy = "Use dtensor, or set it to false, which trains the language model only"
+            remedy = "Use dtensor or megatron, or set it to false, which trains the language model only"
             yield Problem(f"{model.section}.vision.enabled", reason, got=True, remedy=remedy)
         elif model.config.vision.enabled and local_family(model.config) and local_image_token(model.config) is None:
             reason = f"needs a vision-language model, but {model.config.model_name} takes no images"

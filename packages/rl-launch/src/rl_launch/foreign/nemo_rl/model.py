@@ -175,11 +175,8 @@ def translate_model(config: Translation, model: str) -> None:
     enabled = next((name for name in _BACKENDS if config.get(f"{model}.{name}.enabled")), None)
     backend = enabled or "dtensor_cfg"
     other = "dtensor_cfg" if enabled == "megatron_cfg" else "megatron_cfg"
-    trains = "dtensor_cfg" if model == "policy" and has_images(config) else backend
-    if trains == "megatron_cfg":
+    if backend == "megatron_cfg":
         config.put(f"{model}.megatron_cfg.enabled", True)
-    elif backend == "megatron_cfg":
-        _replace_megatron(config, model)
     config.follows([f"{model}.{name}.enabled" for name in _BACKENDS], f"{model}.{backend}, the selected backend")
     config.unneeded(f"{model}.{other}", f"{model} trains with {backend}")
     for key in config.keys(f"{model}.{backend}.env_vars"):
@@ -188,7 +185,7 @@ def translate_model(config: Translation, model: str) -> None:
     translate_optimizer(config, model, backend)
     _adapters(config, model, backend)
     _batching(config, model)
-    if trains == "megatron_cfg":
+    if backend == "megatron_cfg":
         translate_megatron(config, model)
     else:
         section = f"{model}.dtensor_cfg"
@@ -221,16 +218,6 @@ def translate_model(config: Translation, model: str) -> None:
                 config.unneeded(key, "only the language model is loaded (policy.vision.enabled is false)")
     if config.get(f"{model}.router_replay.enabled"):
         config.put(f"{model}.{backend}.moe_router_replay", True)
-
-
-def _replace_megatron(config: Translation, model: str) -> None:
-    """Train a model with images by PyTorch's own parallelism, because Megatron takes no images here."""
-    sizes = f"{model}.megatron_cfg.tensor_model_parallel_size"
-    config.compute(sizes, f"{model}.dtensor_cfg.tensor_parallel_size", config.get(sizes, 1))
-    config.notes.append(f"{model}.dtensor_cfg: trains in the place of megatron_cfg, which does not take images")
-    for key in config.keys(f"{model}.megatron_cfg"):
-        if not key.startswith((f"{model}.megatron_cfg.optimizer", f"{model}.megatron_cfg.scheduler")):
-            config.unneeded(key, f"{model} trains with dtensor_cfg")
 
 
 def _tokenizer(config: Translation, model: str) -> None:
