@@ -1,6 +1,7 @@
 """Adapters that share a base and a pass train as each does alone."""
 
 import json
+import math
 
 import numpy as np
 import pytest
@@ -249,6 +250,24 @@ def test_a_damaged_file_is_found_before_an_adapter_is_loaded(ranks, folder, tmp_
         with pytest.raises(WorkerError, match=f"CheckpointDamaged: .*{shard.path} has other contents"):
             model.call("adapters.load", 1, str(tmp_path / "saved"), files=files)
         assert_close(exported(model, 1, tmp_path / "now"), expected, 0.0)
+
+
+@pytest.mark.parametrize("mesh", partly_exhaustive(MESH_NAMES, always=["1", "tp2"]))
+def test_an_adapter_that_diverges_harms_no_other(ranks, folder, tmp_path, mesh):
+    """Both have rows in every microbatch; the first has infinite factors after its first step."""
+    found = {}
+    for rate in (1e-2, 3e38):
+        with open_model(ranks, folder, mesh, several()) as model:
+            for place in (0, 1):
+                model.call("adapters.make", place, SETTINGS[place])
+            for step in range(3):
+                metrics, _ = model.accumulate(mixed([0, 1], step), AdapterLosses({0: LOSSES[0], 1: LOSSES[1]}))
+                assert math.isfinite(metrics["1/loss/sequences"])
+                model.apply(StepSettings(lr=rate), adapter=0)
+                assert model.apply(StepSettings(lr=RATES[1]), adapter=1)["skipped_steps"] == 0
+            assert math.isfinite(metrics["0/loss/sequences"]) is (rate < 1)
+            found[rate] = exported(model, 1, tmp_path / str(rate))
+    assert_close(found[3e38], found[1e-2], 1e-6)
 
 
 def test_rates_are_those_of_the_schedule(ranks, folder):
