@@ -291,6 +291,12 @@ CASES = {
         ),
         ("dpo.val_at_end=true",),
     ),
+    **{loss: preference(loss) for loss in ("ipo", "hinge", "robust-dpo", "kto")},
+    # without a reference, the accuracy is of the likelihoods and begins with what SFT has taught
+    **{
+        loss: replace(preference(loss), measures=(Measure("val/accuracy", ends_above(0.9)),))
+        for loss in ("simpo", "cpo", "orpo")
+    },
     "exo": preference("exo"),
     "nca": preference("nca"),
     "bco": preference("bco"),
