@@ -44,10 +44,10 @@ class KeptBytes(TorchDispatchMode):
         if self._was_forward and not is_forward:
             self.kept = max(self.kept, self.live())
         self._was_forward = is_forward
-        given = {_local(leaf).untyped_storage()._cdata for leaf in tree_leaves((args, kwargs or {})) if isinstance(leaf, Tensor)}
+        given = {each._cdata for each in _storages((args, kwargs or {}))}
         result = function(*args, **(kwargs or {}))
         if is_forward:
-            made = (_local(leaf).untyped_storage() for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and not leaf.is_meta)
+            made = _storages(result)
             self._live |= {each._cdata: StorageWeakRef(each) for each in made if each._cdata not in given}
         return result
 
@@ -57,6 +57,12 @@ class KeptBytes(TorchDispatchMode):
         live = (each.cdata for key, each in self._live.items() if key not in known)
         found = (torch.UntypedStorage._new_with_weak_ptr(each) for each in live)
         return sum(each.nbytes() for each in found if each is not None)
+
+
+def _storages(values: Any) -> list[torch.UntypedStorage]:
+    """Return the storages of the tensors with data among nested values."""
+    tensors = (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and not leaf.is_meta)
+    return [_local(each).untyped_storage() for each in tensors]
 
 
 def _local(tensor: Tensor) -> Tensor:

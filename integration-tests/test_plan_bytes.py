@@ -20,7 +20,8 @@ from rl_core.facts.model_size import ModelSize
 from rl_core.model_config import LoraConfig, ModelConfig, OptimizerConfig, SequencePackingConfig
 from rl_core.plugins import POLICIES, plugin
 from rl_core.selfcheck.rank_pool import RankPool, preload
-from rl_launch.commands.verified_plan import verify
+from rl_core.testing.exhaustive import exhaustive, partly_exhaustive
+from rl_launch.commands.verified_plan import lines, verify
 from rl_launch.planning.accelerators import accelerator_named
 from rl_launch.planning.memory import TrainingRank, activation_bytes
 from rl_launch.planning.plan import checkpoint_bytes, fields_of, plan_run
@@ -87,7 +88,14 @@ def models(tmp_path_factory):
     for name in ("dense", "experts"):
         make_tiny_model(folder / name, hidden_size=256, num_layers=4, num_heads=8, num_key_value_heads=4)
     fields = json.loads((folder / "experts" / "config.json").read_text())
-    shared = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
+    shared = (
+        "vocab_size",
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+    )
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "intermediate_size": 256}
     config = Qwen3MoeConfig(**{name: fields[name] for name in shared}, **experts, tie_word_embeddings=True)
     Qwen3MoeForCausalLM(config).save_pretrained(folder / "experts")
@@ -110,7 +118,7 @@ def planned(config, backend, num_ranks, settings):
     return TrainingRank(config, shape, size, trained, found.layout(config, own, num_ranks, CPU), memory, repeated)
 
 
-@pytest.mark.parametrize("adapters", [False, True], ids=["all weights", "adapters"])
+@pytest.mark.parametrize("adapters", partly_exhaustive([False, True], always=[False]), ids=["all weights", "adapters"])
 @pytest.mark.parametrize("mesh", MESHES)
 def test_a_rank_holds_the_bytes_of_the_plan(mesh, adapters, pool, models, tmp_path):
     backend, num_ranks, settings = MESHES[mesh]
@@ -152,16 +160,40 @@ def kept_bytes(rank):
     tokens, recomputed = sum(LENGTHS) / layout.data / layout.context, rank.plans()[0]
     size = activation_bytes(rank.shape, layout, rank.model, recomputed, tokens=tokens)
     if recomputed.full + recomputed.selective:
-        size -= tokens * rank.shape.kept(layout, 4, has_experts=bool(rank.shape.experts), has_adapters=rank.model.lora_cfg.enabled).none
+        size -= (
+            tokens
+            * rank.shape.kept(
+                layout, 4, has_experts=bool(rank.shape.experts), has_adapters=rank.model.lora_cfg.enabled
+            ).none
+        )
     return size
 
 
-@pytest.mark.parametrize("recipe", ["grpo-math-8b", "sft-lora"])
-def test_formulas_agree_with_counts_on_real_layers(recipe):
-    """With `sequence_parallel` the count lacks the gathered inputs of blocks, which the ranks above keep."""
-    run = read_plan(recipe)
+@exhaustive
+@pytest.mark.parametrize(
+    ("recipe", "overrides"),
+    [
+        ("grpo-math-8b", ["policy.dtensor_cfg.tensor_parallel_size=2", "policy.dtensor_cfg.sequence_parallel=true"]),
+        ("sft-lora", []),
+        ("grpo-math-8b-megatron", []),
+        ("grpo-math-70b-megatron", []),
+    ],
+)
+def test_formulas_agree_with_counts_on_real_layers(recipe, overrides):
+    run = read_plan(recipe, overrides)
     found = verify(run, plan_run(run, recipe, accelerator=accelerator_named("h100"), device=CUDA))
     assert {each.part for each in found} >= {"weights", "logits", "activations, recompute none"}
     # Adapters are not among the layers that are counted.
+    assert run.config.policy.lora_cfg.enabled or all(each.counted for each in found)
     parts = [each for each in found if not run.config.policy.lora_cfg.enabled or "activations" not in each.part]
-    assert [each for each in parts if abs(each.difference) > TOLERANCE] == []
+    assert [each for each in parts if each.counted is not None and abs(each.difference) > TOLERANCE] == []
+
+
+def test_activations_of_routed_tokens_are_not_counted_on_megatron():
+    run = read_plan("grpo-qwen3-30b-a3b-megatron")
+    found = verify(run, plan_run(run, "experts", accelerator=accelerator_named("h100"), device=CUDA))
+    counted = {each.part: each.difference for each in found if each.counted}
+    assert counted == pytest.approx(dict.fromkeys(counted, 0.0), abs=TOLERANCE)
+    uncounted = [each for each in found if each.counted is None]
+    assert all(each.part.startswith("activations") for each in uncounted)
+    assert "not" in "".join(lines(uncounted))

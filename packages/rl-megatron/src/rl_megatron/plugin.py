@@ -84,6 +84,7 @@ PLUGIN = BackendPlugin(
     mesh_case=mesh_case,
     memory=memory_of,
     layout=layout_of,
+    counted="rl_megatron.counted:counted",
     replay_key="moe_router_replay",
     images=VISION,
     held_families=HELD_FAMILIES,

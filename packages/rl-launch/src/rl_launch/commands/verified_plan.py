@@ -37,13 +37,13 @@ class Verified:
         role: Role of the model.
         part: Name of the part.
         planned: Bytes by formula.
-        counted: Bytes on the real layers.
+        counted: Bytes on the real layers; None if they cannot be counted there.
     """
 
     role: str
     part: str
     planned: float
-    counted: float
+    counted: float | None
 
     @property
     def difference(self) -> float:
@@ -93,10 +93,9 @@ def _of_role(run: RunPlan, role: RolePlan) -> Iterator[Verified]:
         tokens = rank.microbatch(training=True)
         size = activation_bytes(rank.shape, unfused.layout, rank.model, each, tokens=tokens)
         planned[f"activations, recompute {name}"] = size
-    for name, size in counted.items():
-        part = _NAMES.get(name, name)
-        if part in planned:
-            yield Verified(role.role, part, planned[part], size)
+    by_part = {_NAMES.get(name, name): size for name, size in counted.items()}
+    for part, size in planned.items():
+        yield Verified(role.role, part, size, by_part.get(part))
 
 
 def _shared(config: ModelConfig) -> dict[str, Any]:
@@ -112,6 +111,7 @@ def lines(found: list[Verified]) -> Iterator[str]:
     yield "Counted on the real layers, GB (planned without fused kernels):"
     yield f"  {'':<44} {'counted':>9} {'planned':>9}"
     for each in found:
-        mark = "  differs" if abs(each.difference) > CLOSE else ""
-        name = f"{each.role}, {each.part}"
-        yield f"  {name:<44} {each.counted / 1e9:>9.3g} {each.planned / 1e9:>9.3g} {each.difference:>+7.1%}{mark}"
+        name, size = f"{each.role}, {each.part}", "not" if each.counted is None else f"{each.counted / 1e9:.3g}"
+        mark = "" if each.counted is None else f" {each.difference:>+7.1%}"
+        mark += "  differs" if abs(each.difference) > CLOSE else ""
+        yield f"  {name:<44} {size:>9} {each.planned / 1e9:>9.3g}{mark}"

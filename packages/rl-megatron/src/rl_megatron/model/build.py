@@ -109,7 +109,7 @@ def build_model(
         open_buffers(megatron, alignment.lengths)
     virtual = backend.virtual_pipeline_model_parallel_size
     stages: list[int | None] = [None] if virtual is None else list(range(virtual))
-    chunks = [_chunk(hf, megatron, stage, has_te=has_te, is_headless=is_headless, vision=vision) for stage in stages]
+    chunks = [chunk_of(hf, megatron, stage, has_te=has_te, is_headless=is_headless, vision=vision) for stage in stages]
     if backend.freeze_moe_router:
         for chunk in chunks:
             for name, parameter in chunk.named_parameters():
@@ -149,7 +149,7 @@ def _read_configs(
     return hf, whole
 
 
-def _chunk(
+def chunk_of(
     hf: PreTrainedConfig,
     config: TransformerConfig,
     virtual_stage: int | None,
@@ -158,6 +158,16 @@ def _chunk(
     is_headless: bool,
     vision: MegatronVision | None,
 ) -> Chunk:
+    """Build a run of consecutive layers of this rank.
+
+    Args:
+        hf: Hugging Face config of the language model.
+        config: Megatron's config of the model and the layout.
+        virtual_stage: Number of the run among the runs of the rank; None if it has one.
+        has_te: True if the layers are Transformer Engine's.
+        is_headless: True for a head of one output.
+        vision: Vision tower and projector; None for a language model.
+    """
     place: dict[str, Any] = {} if virtual_stage is None else {"ignore_virtual": False, "vp_stage": virtual_stage}
     is_last = parallel_state.is_pipeline_last_stage(**place)
     is_mla, family = config.multi_latent_attention, family_of(hf)

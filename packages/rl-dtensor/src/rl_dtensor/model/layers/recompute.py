@@ -452,10 +452,13 @@ def activations_of(
     finally:
         hf.train(was_training)
     found = []
+    # The inputs of both blocks are gathered from the ranks that split tokens, and stay.
+    gathered = 2 * width * next(hf.parameters()).element_size() * (1 - 1 / tensor_ranks) if splits_tokens else 0.0
     for count in counts:
         entered = round(count.entered)
+        saved = round(count.saved + gathered)
         # The first operation of a layer keeps its input, and a checkpoint does.
-        found.append(LayerActivations(max(round(count.saved), entered), round(count.products) + entered, entered))
+        found.append(LayerActivations(max(saved, entered), round(count.products) + entered, entered))
     return found
 
 
