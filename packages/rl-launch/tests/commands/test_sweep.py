@@ -197,7 +197,7 @@ def test_a_signal_ends_the_run_and_the_sweep_which_goes_on_there(tmp_path, train
         answer = swept(tmp_path, "sft.seed=1,2,3")
     assert answer.exit_code == 128 + signal.SIGTERM
     assert trained.runs == ["seed-1", "seed-2"]
-    assert "interrupted" in answer.stdout
+    assert "seed-2 interrupted\n\nTo go on, run the same command again." in answer.stdout
     del trained.at["seed-2"], trained.runs[:]
     assert swept(tmp_path, "sft.seed=1,2,3").exit_code == 0
     assert trained.runs == ["seed-2", "seed-3"]

@@ -138,12 +138,14 @@ class Listing:
         sort: A key to sort by; empty for the most recently changed first.
         conditions: Conditions that all hold for the runs that are listed.
         is_reversed: Whether the last of the order comes first.
+        is_sweep: True for the runs of one sweep, which its command continues.
     """
 
     keys: Sequence[str] = ()
     sort: str = ""
     conditions: Sequence[Condition] = ()
     is_reversed: bool = False
+    is_sweep: bool = False
 
 
 def condition(text: str) -> Condition:
@@ -236,9 +238,12 @@ def show(
     ended = [run for run in runs if run.status in ("interrupted", "failed")]
     for run in ended[:_MAX_COMMANDS]:
         reason = f" ({run.reason})" if run.reason else ""
-        heading = f"\n{_relative(run.path, folder)} {run.status}{reason}; go on with"
-        console.print(heading, highlight=False, markup=False)
-        console.print(f"  {run.go_on}", highlight=False, markup=False, soft_wrap=True)
+        further = "" if listing.is_sweep else "; go on with"
+        console.print(f"\n{_relative(run.path, folder)} {run.status}{reason}{further}", highlight=False, markup=False)
+        if not listing.is_sweep:
+            console.print(f"  {run.go_on}", highlight=False, markup=False, soft_wrap=True)
+    if ended and listing.is_sweep:
+        console.print("\nTo go on, run the same command again.", highlight=False, markup=False)
     if len(ended) > _MAX_COMMANDS:
         console.print(f"\n{len(ended) - _MAX_COMMANDS} more are unfinished: rl runs --json lists their commands.")
 

@@ -63,7 +63,8 @@ class Sweep:
         """Return the columns of its table: its keys, and the last and best value of the first headline of its runs."""
         states = [run.state() for run in self.folders()]
         metric = next((state.best.metric for state in states if state.best), None)
-        return Listing(keys=[*self.keys, *([metric, f"{metric}:best"] if metric else [])], sort=metric or "")
+        keys = [*self.keys, *([metric, f"{metric}:best"] if metric else [])]
+        return Listing(keys=keys, sort=metric or "", is_sweep=True)
 
 
 def sweep_of(recipe: str, overrides: Sequence[str]) -> Sweep:
