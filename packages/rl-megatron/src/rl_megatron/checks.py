@@ -103,6 +103,10 @@ def _expert_problems(backend: MegatronConfig) -> Iterable[Problem]:
 def check_architecture(section: Any, config: RunConfig) -> Iterable[Problem]:
     """Yield the problems of a model or its layout that rl-megatron does not train, if the model's config is local."""
     yield from architecture_problems(local_hf_config(section), section.megatron_cfg)
+
+
+def check_images(section: Any, config: RunConfig) -> Iterable[Problem]:
+    """Yield the settings of images that do not go with the model, if its config is local, or with other settings."""
     yield from image_problems(section, section.megatron_cfg, local_whole_config(section))
 
 
@@ -302,5 +306,14 @@ def _without_pipeline(key: str) -> Problem:
     return Problem(key, f"needs pipeline parallelism, but {name} is 1", remedy=f"Set {name}=2 or more")
 
 
-CHECKS = (check_layout, check_architecture, check_recompute, check_lora, check_8_bit, check_device, check_kwargs)
+CHECKS = (
+    check_layout,
+    check_architecture,
+    check_images,
+    check_recompute,
+    check_lora,
+    check_8_bit,
+    check_device,
+    check_kwargs,
+)
 """All checks, in the order of their problems in messages."""

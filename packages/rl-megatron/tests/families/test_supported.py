@@ -12,12 +12,20 @@ from layouts import EP, ETP, EXPERT_FAMILIES, EXPERT_LAYOUTS, FAMILIES, LAYOUTS,
 from transformers import AutoConfig
 
 from rl_core.config import Problem, plain
-from rl_core.model_config import LoraConfig, ModelConfig
+from rl_core.model_config import LoraConfig, ModelConfig, VisionConfig
+from rl_core.torch.vision.families import VISION_FAMILIES
 from rl_megatron import preflight
 from rl_megatron.checks import check_architecture
 from rl_megatron.config import MegatronConfig
 from rl_megatron.families.catalog import BUILT_IN, family_of
-from rl_megatron.families.supported import RULES, architecture_problems, num_key_heads, sizes_of
+from rl_megatron.families.supported import (
+    RULES,
+    WITH_IMAGES,
+    architecture_problems,
+    image_problems,
+    num_key_heads,
+    sizes_of,
+)
 
 SMALL = {
     "vocab_size": 101,
@@ -187,3 +195,27 @@ def test_a_family_that_megatron_cannot_run_here_is_refused_with_the_reason() -> 
 
 def test_every_family_has_rules() -> None:
     assert set(RULES) == set(BUILT_IN)
+
+
+@pytest.mark.parametrize(
+    ("vision", "settings", "kind", "key"),
+    [
+        ({}, {}, "gemma3", "vision.enabled"),
+        ({"tower": "adapters"}, {}, "qwen2_5_vl", "vision.tower"),
+        ({"max_pixels": 100}, {}, "internvl", "vision.max_pixels"),
+        ({}, {"fp8_cfg": {"enabled": True}}, "qwen3_vl", "megatron_cfg.fp8_cfg.enabled"),
+        ({"enabled": False}, {}, "qwen2_vl", "vision.enabled"),
+    ],
+)
+def test_settings_of_images_that_cannot_run_are_named(vision, settings, kind, key) -> None:
+    lora = LoraConfig(enabled=vision.get("tower") == "adapters")
+    model = ModelConfig(model_name="a", vision=VisionConfig(**{"enabled": True, **vision}), lora_cfg=lora)
+    (problem,) = image_problems(model, MegatronConfig(**settings), {"model_type": kind})
+    assert problem.key == key
+
+
+def test_families_with_images_are_accepted() -> None:
+    model = ModelConfig(model_name="a", vision=VisionConfig(enabled=True))
+    for kind in WITH_IMAGES:
+        assert kind in VISION_FAMILIES
+        assert not list(image_problems(model, MegatronConfig(), {"model_type": kind}))
