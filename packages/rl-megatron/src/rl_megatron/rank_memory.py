@@ -98,5 +98,6 @@ def layout_of(model: ModelConfig, backend: MegatronConfig, ranks: int, device: D
         joins_projections=True,
         is_fused=is_fused,
         recompute="none" if recompute == "auto" and not device.runs_on_gpus else recompute,
+        expert_tensor=backend.expert_tensor_parallel_size,
         recomputed=tuple(backend.recompute_modules or (sorted(RECOMPUTED_WITH_TE) if is_fused else ("mlp", "moe"))),
     )

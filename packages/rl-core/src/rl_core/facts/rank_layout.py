@@ -26,6 +26,7 @@ class RankLayout:
         offloads: True if parameters are in host memory and come to the device for each pass.
         recomputed: Parts of a layer that selective recomputation computes again, of which those count that the layer
             has, or else its MLP; empty if it computes everything again except products and attention.
+        expert_tensor: Ranks that share the matrices of an expert; None for `tensor`.
     """
 
     tensor: int = 1
@@ -42,11 +43,12 @@ class RankLayout:
     recompute: str = "auto"
     offloads: bool = False
     recomputed: tuple[str, ...] = ()
+    expert_tensor: int | None = None
 
     @property
-    def split(self) -> int:
-        """Ranks that hold different parameters of layers outside of experts, shards aside."""
-        return self.tensor * self.pipeline
+    def expert_ranks(self) -> int:
+        """Neighbouring ranks that hold different parameters of experts, in a stage."""
+        return self.experts * (self.expert_tensor or self.tensor)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,8 @@ MEMORY = 0.78
 """Share of `memory_rate` that kernels reach which only move data."""
 LINKS = 0.8
 """Share of the rate of links that large collectives reach."""
+NODE_LATENCY, NETWORK_LATENCY = 15e-6, 50e-6
+"""Seconds that a collective takes next to its bytes, of ranks of one node and of several."""
 LAUNCH_SECONDS = 53e-6
 """Seconds of the host for each operation of a layer that is not captured in a graph, with the code around it; measured
 on one H100 (`benchmarks/results/gpu_check.md`)."""
@@ -72,6 +74,10 @@ class Accelerator:
         if ranks <= ranks_per_node:
             return LINKS * self.node_rate
         return LINKS * min(self.node_rate, max(1, of_node) * self.network_rate)
+
+    def latency(self, ranks: int, ranks_per_node: int) -> float:
+        """Return the seconds that a collective of so many neighbouring ranks takes next to its bytes."""
+        return NODE_LATENCY if ranks <= ranks_per_node else NETWORK_LATENCY
 
 
 @cache

@@ -153,7 +153,7 @@ def logit_bytes(shape: Shape, layout: RankLayout, model: ModelConfig) -> float:
 
 def whole_parameters(size: ModelSize, layout: RankLayout) -> float:
     """Return the parameters of a rank's layers and ends before they are sharded."""
-    experts = size.experts / (layout.pipeline * layout.experts * layout.tensor)
+    experts = size.experts / (layout.pipeline * layout.expert_ranks)
     return size.dense_of_stage(layout.pipeline) / layout.tensor + experts
 
 
@@ -163,7 +163,7 @@ def gathered_bytes(size: ModelSize, shape: Shape, layout: RankLayout, itemsize: 
     if not layout.is_sharded or layout.data * layout.context == 1:
         return 0.0
     dense, sparse = size.layers / shape.layers, size.experts / max(1, shape.layers - shape.dense_layers)
-    layer = dense / layout.tensor + sparse / (layout.tensor * layout.experts)
+    layer = dense / layout.tensor + sparse / layout.expert_ranks
     ahead = 2
     if not shape.experts:
         here = shape.layers // layout.pipeline
@@ -215,7 +215,7 @@ class TrainingRank:
         if layout.is_sharded:
             return weights + self.memory.optimizer
         copies = layout.data * layout.context
-        experts = self.trained.experts / (layout.pipeline * layout.experts * layout.tensor)
+        experts = self.trained.experts / (layout.pipeline * layout.expert_ranks)
         experts *= ITEM_BYTES[self.model.precision]
         return (weights - experts) / copies + experts / max(1, copies // layout.experts) + self.memory.optimizer
 

@@ -50,8 +50,9 @@ def pass_seconds(
 ) -> float:
     """Return the seconds of one pass over all rows of a step: forward, or forward and backward.
 
-    Products, attention and the other kernels run after one another. The host's launches run next to them, and so do
-    exchanges of shards; the longer of each counts. Exchanges of tensor-parallel ranks and of experts do not overlap.
+    Products, attention and the other kernels run after one another. The host's launches run next to them, unless experts
+    are on several ranks, and so do exchanges of shards; the longer of each counts. Exchanges of tensor-parallel ranks and
+    of experts do not overlap.
     """
     shape, layout, chip = rank.shape, rank.layout, machines.accelerator
     if shape is None:
@@ -98,13 +99,19 @@ def pass_seconds(
         share = 2 * (layout.tensor - 1) / layout.tensor
         each = tokens / layout.context * shape.hidden * itemsize * share * shape.layers * per_stage
         waits += each * (4 if training else 2) / chip.link_rate(layout.tensor, machines.ranks_per_node)
+        late = chip.latency(layout.tensor, machines.ranks_per_node)
+        waits += count * shape.layers * per_stage * (4 if training else 2) * late
     if layout.experts > 1:
         copies = min(shape.active, layout.experts) * (layout.experts - 1) / layout.experts
         sparse = (shape.layers - shape.dense_layers) * per_stage
         each = tokens / layout.context * copies * shape.hidden * itemsize * sparse
-        waits += each * (4 if training else 2) / chip.link_rate(layout.experts * layout.tensor, machines.ranks_per_node)
+        apart = layout.expert_ranks
+        waits += each * (4 if training else 2) / chip.link_rate(apart, machines.ranks_per_node)
+        waits += count * sparse * (4 if training else 2) * chip.latency(apart, machines.ranks_per_node)
     bubble = (layout.pipeline - 1) / (count * layout.chunks)
-    return max(compute, host, exchanged) * (1 + bubble) + waits
+    # The host reads in each layer how many tokens go to which experts, so that its launches do not run ahead.
+    computed = compute + host if layout.experts > 1 else max(compute, host)
+    return (max(computed, exchanged) + waits) * (1 + bubble)
 
 
 def optimizer_seconds(rank: TrainingRank, work: Workload, machines: Machines) -> float:
@@ -133,6 +140,7 @@ def decode_seconds(engine: EngineRank, slots: float, row: float, machines: Machi
         share = 2 * (layout.tensor - 1) / layout.tensor
         bytes_each = slots * shape.hidden * 2 * share * shape.layers
         kernels += 2 * bytes_each / chip.link_rate(layout.tensor, machines.ranks_per_node)
+        kernels += 2 * shape.layers / layout.pipeline * chip.latency(layout.tensor, machines.ranks_per_node)
     own = DECODE_SECONDS
     if layout.is_eager:
         own = LAUNCHES_UNFUSED * FORWARD_SHARE * shape.layers * machines.launch_seconds
