@@ -112,6 +112,8 @@ class Results:
         self._path = path
         self.versions = {package: version(package) for package in PACKAGES}
         self.engine = engine()
+        # what the tests of rl-dtensor hold with images, which stays as it is
+        self.images: Mapping[str, Any] = {}
         self.families = self._read()
 
     def lacks(self, family: str, case: str) -> bool:
@@ -128,7 +130,7 @@ class Results:
             self.families = self._read()
             self.families.setdefault(family, {})[name] = outcome
             families = {name: _entry(name, outcomes) for name, outcomes in sorted(self.families.items())}
-            held = {"versions": self.versions, "engine": self.engine, "families": families}
+            held = {"versions": self.versions, "engine": self.engine, "families": families, "images": self.images}
             aside = self._path.with_suffix(f".{os.getpid()}")
             aside.write_text(json.dumps(held, indent=1) + "\n", encoding="utf-8")
             aside.rename(self._path)
@@ -140,6 +142,7 @@ class Results:
             return {}
         # without vLLM here, its results stay as they are
         self.engine = self.engine or held["engine"]
+        self.images = held.get("images", {})
         found: dict[str, dict[str, Outcome]] = {}
         for family, entry in held["families"].items():
             cases = {_name_of(case): Outcome(case["verdict"], case["reason"]) for case in entry["cases"]}

@@ -1,6 +1,8 @@
 """Vision-language models on every mesh: rows with several images, with none, and with one in a later turn."""
 
+import json
 import shutil
+from importlib.resources import files
 
 import numpy as np
 import pytest
@@ -23,6 +25,7 @@ from rl_core.testing.torch.vision_rows import Rows, VisionOracle, adapt_parts
 from rl_core.torch.files.model_files import WeightFiles
 from rl_core.torch.vision.families import VISION_FAMILIES
 from rl_dtensor.model.settings import FAMILIES
+from rl_dtensor.plugin import HELD_FAMILIES
 from rl_dtensor.selfcheck import MESHES, streamed
 
 FACTORY = "dtensor_factories:build"
@@ -31,15 +34,28 @@ HELD = ("1", "fsdp2", "tp2", "tp2+sp", "cp2", "cp2 ulysses")
 """Meshes on which every family is exact, except the ones of `REFUSED`."""
 REFUSED = (("gemma4", "tp2+sp"),)
 
-CASES = partly_exhaustive(
-    [
-        (family, mesh, is_packed)
-        for family in FAMILIES
-        for mesh in HELD
-        for is_packed in (True, False)
-        if (family, mesh) not in REFUSED
-    ],
-    always=[("qwen3_vl", "tp2+sp", True), ("gemma3", "1", False)],
+EVERY_CASE = [
+    (family, mesh, is_packed)
+    for family in FAMILIES
+    for mesh in HELD
+    for is_packed in (True, False)
+    if (family, mesh) not in REFUSED
+]
+CASES = partly_exhaustive(EVERY_CASE, always=[("qwen3_vl", "tp2+sp", True), ("gemma3", "1", False)])
+
+IN_TABLE = tuple(
+    family for family in FAMILIES if AutoConfig.for_model(family).get_text_config().model_type not in HELD_FAMILIES
+)
+"""Families whose cases with images are in the table of the package; those of `HELD_FAMILIES` need none."""
+OF_THE_TABLE = [
+    (family, "frozen", mesh, is_packed)
+    for family in IN_TABLE
+    for mesh in ("fsdp2", "tp2")
+    for is_packed in (True, False)
+]
+ADAPTED = partly_exhaustive(
+    [*(("gemma3", part, mesh, True) for part in ("frozen", "adapters") for mesh in HELD), *OF_THE_TABLE],
+    always=[("gemma3", "adapters", "tp2+sp", True)],
 )
 
 
@@ -185,28 +201,42 @@ def test_frozen_parts_keep_their_weights_and_have_no_state(ranks, models, store)
         assert torch.equal(weights[name], weight.float()) == (name in frozen), name
 
 
-@pytest.mark.parametrize(
-    ("part", "mesh"),
-    partly_exhaustive(
-        [(part, mesh) for part in ("frozen", "adapters") for mesh in HELD], always=[("adapters", "tp2+sp")]
-    ),
-)
+@pytest.mark.parametrize(("family", "part", "mesh", "is_packed"), ADAPTED)
 def test_adapters_sit_on_the_language_model_and_on_the_parts_that_ask_for_them(
-    ranks, models, store, tmp_path, part, mesh
+    ranks, models, store, tmp_path, family, part, mesh, is_packed
 ):
-    folder = models("gemma3")
+    folder = models(family)
     lora = LoraConfig(enabled=True)
     rows, oracle = Rows(folder, store), VisionOracle(folder, store)
-    family = VISION_FAMILIES["gemma3"]
-    adapt_parts(oracle.model.hf, lora, [*family.tower, *family.projector] if part == "frozen" else family.unused)
+    parts = VISION_FAMILIES[family]
+    adapt_parts(oracle.model.hf, lora, [*parts.tower, *parts.projector] if part == "frozen" else parts.unused)
     vision = VisionConfig(enabled=True, tower=part, projector=part)
-    config = config_of(folder, vision, lora_cfg=lora)
+    config = config_of(folder, vision, is_packed=is_packed, lora_cfg=lora)
     num_ranks, settings = MESHES[mesh]
     with PooledModel(ranks, FACTORY, config, ModelSpec(), num_ranks, **settings) as model:
         assert_steps_like(model, oracle, rows)
         model.export_adapter(str(tmp_path / "adapter"))
     with safe_open(tmp_path / "adapter" / "adapter_model.safetensors", "pt") as file:
         assert any("vision_tower" in name for name in file.keys()) == (part == "adapters")  # noqa: SIM118
+
+
+def test_the_table_of_families_has_the_cases_with_images_that_are_held_here(models):
+    table = json.loads(files("rl_dtensor").joinpath("families.json").read_text(encoding="utf-8"))["images"]
+    assert sorted(table) == sorted(IN_TABLE)
+    full = {(family, mesh, packed, False) for family, mesh, packed in EVERY_CASE}
+    adapted = {(family, mesh, packed, True) for family, _, mesh, packed in OF_THE_TABLE}
+    for family, held in table.items():
+        config = AutoConfig.from_pretrained(models(family))
+        fields = {**config.get_text_config().to_dict(), "tie_word_embeddings": config.tie_word_embeddings}
+        fields["layer_types"] = sorted(set(fields.get("layer_types") or ()))
+        assert held["kind"] == {name: fields[name] for name in held["kind"]}
+        found = set()
+        for case in held["cases"]:
+            assert (case["num_ranks"], case["settings"]) == MESHES[case["mesh"]]
+            assert (case["verdict"] == "refused") == ((family, case["mesh"]) in REFUSED)
+            if case["verdict"] == "exact":
+                found.add((family, case["mesh"], case["is_packed"], case["has_adapters"]))
+        assert found == {each for each in full | adapted if each[0] == family}
 
 
 def test_rows_without_images_are_bit_equal_to_those_of_a_model_that_sees_none(ranks, models, store):

@@ -57,8 +57,9 @@ def backend(mesh="tp2", held=()):
     )
 
 
-def prove(model, plugin, family_check="auto"):
-    section = SimpleNamespace(model_name=str(model), family_check=family_check, trust_remote_code=None)
+def prove(model, plugin, family_check="auto", *, with_images=False):
+    seen = SimpleNamespace(enabled=with_images)
+    section = SimpleNamespace(model_name=str(model), family_check=family_check, trust_remote_code=None, vision=seen)
     prove_family(section, "policy", plugin, sys.executable)
 
 
@@ -119,6 +120,7 @@ def table(tmp_path, monkeypatch):
         cases = [case | {"verdict": "exact"}, case | {"verdict": "off", "has_adapters": True, "reason": "it differs"}]
         held = {"kind": {"layer_types": [], "has_bias": True, "is_new": False, **kind}, "cases": cases}
         content = {"versions": {"some-engine": "1.0"}, "families": {"strange": held}}
+        content["images"] = {"seeing": held | {"cases": [case | {"verdict": "exact"}]}}
         (package / "families.json").write_text(json.dumps(content))
         installed = {"some-engine": version}
         monkeypatch.setattr("rl_launch.commands.preparation._versions", lambda python: installed)
@@ -138,6 +140,14 @@ def test_a_family_in_the_backends_table_is_not_checked_again(model, table):
     prove(model, table())
     prove(model, table(version="1.0+cpu"))
     assert num_checks(model) == 0
+
+
+def test_models_that_train_with_images_have_rows_of_their_own(model, table):
+    language = {**json.loads((model / "config.json").read_text()), "model_type": "without a row"}
+    for kind, checks in (("seeing", 0), ("another", 1)):
+        (model / "config.json").write_text(json.dumps({"model_type": kind, "text_config": language}))
+        prove(model, table(), with_images=True)
+        assert num_checks(model) == checks
 
 
 def test_a_case_that_is_off_in_the_table_is_refused_at_once(model, table):

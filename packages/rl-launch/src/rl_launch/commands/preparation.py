@@ -35,7 +35,7 @@ from rl_launch.doctor.machine import Machine
 from rl_launch.doctor.needs import needs_of_plan
 from rl_launch.model_files.local_models import MADE_HERE, untrained_model
 from rl_launch.model_files.model_facts import check_tokenizer
-from rl_launch.model_files.model_folder import adapter_problems, config_folder, hf_config_fields
+from rl_launch.model_files.model_folder import adapter_problems, config_folder, hf_config_fields, whole_config_fields
 from rl_launch.monitoring.run_monitoring import check_monitoring
 from rl_launch.placement.topology import GENERATION
 from rl_launch.push.pusher import Pusher, pusher_of
@@ -100,7 +100,11 @@ def prove_family(section: Any, key: str, plugin: BackendPlugin, python: str) -> 
         _log.warning("%s has not been checked on %s, because %s is off", family, case, switch)
         return
     installed = _versions(python)
-    found = FamilyTable.of(plugin).find(fields, case, plugin.config, installed)
+    table, found = FamilyTable.of(plugin), None
+    if section.vision.enabled:
+        seen = str(whole_config_fields(model).get("model_type", ""))
+        found = table.find(fields, case, plugin.config, installed, seen)
+    found = found or table.find(fields, case, plugin.config, installed)
     if found is None:
         # the result depends on the model's kinds of layers, and not on their sizes
         text = json.dumps([plugin.name, kind_of(fields), asdict(case), installed], sort_keys=True)

@@ -179,22 +179,29 @@ class FamilyTable(NamedTuple):
         versions: Versions of the packages that decide them.
         families: Model type to `kind`, as `kind_of` gives it for the model that was checked, and `cases`, each of them
             the fields of a `MeshCase` with `verdict` and `reason`.
+        images: The same for models that train with images, by the type of the whole model.
     """
 
     versions: Mapping[str, str]
     families: Mapping[str, Mapping[str, Any]]
+    images: Mapping[str, Mapping[str, Any]]
 
     @classmethod
     def of(cls, plugin: BackendPlugin) -> FamilyTable:
         """Return the table that a backend ships; an empty one if it has none."""
         if not plugin.family_table:
-            return cls({}, {})
+            return cls({}, {}, {})
         package, _, name = plugin.family_table.partition(":")
         held = json.loads(files(package).joinpath(name).read_text(encoding="utf-8"))
-        return cls(held["versions"], held["families"])
+        return cls(held["versions"], held["families"], held.get("images", {}))
 
     def find(
-        self, fields: Mapping[str, Any], case: MeshCase, config: type[Config], installed: Mapping[str, str]
+        self,
+        fields: Mapping[str, Any],
+        case: MeshCase,
+        config: type[Config],
+        installed: Mapping[str, str],
+        with_images: str = "",
     ) -> FamilyCase | None:
         """Return the result for a model of the same kind, mesh and versions; None if there is none.
 
@@ -203,8 +210,9 @@ class FamilyTable(NamedTuple):
             case: Mesh, layout of rows and weights that train.
             config: Config type of the backend, which has the defaults of the settings.
             installed: Version of each package in the trainer's environment.
+            with_images: Type of the whole model if it trains with images; empty otherwise.
         """
-        family = self.families.get(str(fields.get("model_type")))
+        family = self.images.get(with_images) if with_images else self.families.get(str(fields.get("model_type")))
         # The part of a version that identifies a build does not count.
         are_versions = all(
             installed.get(name, "").partition("+")[0] == own.partition("+")[0] for name, own in self.versions.items()

@@ -81,7 +81,13 @@ def folder_problems(key: str, name: str, needed: Sequence[Needed]) -> Iterator[P
 
 def hf_config_fields(name: str) -> dict[str, Any]:
     """Return the fields of a language model's Hugging Face config, from its folder or from the hub."""
-    return language_fields(json.loads((config_folder(name) / "config.json").read_text(encoding="utf-8")))
+    return language_fields(whole_config_fields(name))
+
+
+def whole_config_fields(name: str) -> dict[str, Any]:
+    """Return the fields of a model's Hugging Face config, from its folder or from the hub."""
+    fields: dict[str, Any] = json.loads((config_folder(name) / "config.json").read_text(encoding="utf-8"))
+    return fields
 
 
 def config_folder(name: str) -> Path:
