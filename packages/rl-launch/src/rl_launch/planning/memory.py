@@ -157,10 +157,10 @@ def whole_parameters(size: ModelSize, layout: RankLayout) -> float:
     return size.dense_of_stage(layout.pipeline) / layout.tensor + experts
 
 
-def gathered_bytes(size: ModelSize, shape: Shape, layout: RankLayout, itemsize: int, *, trains: bool) -> float:
+def gathered_bytes(size: ModelSize, shape: Shape, layout: RankLayout, itemsize: int, *, trained: ModelSize) -> float:
     """Return the bytes of gathered layers, of the ends of the model and of their gradients, which exist at one time
-    if layers are shards."""
-    if not layout.is_sharded or layout.data * layout.context == 1:
+    if layers are shards. A single rank has copies of them if it computes in another dtype than it keeps."""
+    if not layout.is_sharded or (layout.data * layout.context == 1 and itemsize == WIDE_BYTES):
         return 0.0
     dense, sparse = size.layers / shape.layers, size.experts / max(1, shape.layers - shape.dense_layers)
     layer = dense / layout.tensor + sparse / layout.expert_ranks
@@ -169,7 +169,7 @@ def gathered_bytes(size: ModelSize, shape: Shape, layout: RankLayout, itemsize: 
         here = shape.layers // layout.pipeline
         layer *= max(1, min(UNIT_BYTES // max(1.0, layer * itemsize), here // 4))
     ends = (size.dense_of_stage(layout.pipeline) - size.layers / layout.pipeline) / layout.tensor
-    grads = itemsize + WIDE_BYTES if trains else 0
+    grads = (itemsize + WIDE_BYTES) * trained.count / size.count
     return layer * ((1 + ahead) * itemsize + 2 * grads) + ends * (itemsize + grads)
 
 
@@ -235,8 +235,7 @@ class TrainingRank:
         if self.shape is None:
             return parts
         itemsize = ITEM_BYTES[self.model.precision]
-        trains = bool(self.trained.count)
-        gathered = gathered_bytes(self.size, self.shape, self.layout, itemsize, trains=trains)
+        gathered = gathered_bytes(self.size, self.shape, self.layout, itemsize, trained=self.trained)
         if gathered:
             parts["gathered layers"] = gathered
         if self.layout.offloads:
@@ -286,7 +285,7 @@ class TrainingRank:
         if self.shape is None:
             return parts
         itemsize = ITEM_BYTES[self.model.precision]
-        gathered = gathered_bytes(self.size, self.shape, self.layout, itemsize, trains=False)
+        gathered = gathered_bytes(self.size, self.shape, self.layout, itemsize, trained=ModelSize(0))
         if gathered:
             parts["gathered layers"] = gathered
         layer = self.shape.kept(self.layout, itemsize, has_experts=bool(self.shape.experts))

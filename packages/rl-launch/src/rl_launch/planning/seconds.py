@@ -50,9 +50,9 @@ def pass_seconds(
 ) -> float:
     """Return the seconds of one pass over all rows of a step: forward, or forward and backward.
 
-    Products, attention and the other kernels run after one another. The host's launches run next to them, unless experts
-    are on several ranks, and so do exchanges of shards; the longer of each counts. Exchanges of tensor-parallel ranks and
-    of experts do not overlap.
+    Products, attention and the other kernels run after one another. The host's launches run next to them, unless
+    experts are on several ranks, and so do exchanges of shards; the longer of each counts. Exchanges of tensor-parallel
+    ranks and of experts do not overlap.
     """
     shape, layout, chip = rank.shape, rank.layout, machines.accelerator
     if shape is None:

@@ -205,8 +205,8 @@ class Shape:
             numbers += 4 * WIDE_BYTES * self.experts / shared  # Scores of the router.
         travels = has_experts and layout.experts > 1 and not layout.joins_projections
         if travels:
-            # A token travels once to each rank that has experts of it. It stays as it is sent, received and put in order,
-            # and so do its results, before and after they return.
+            # A token travels once to each rank that has experts of it. It stays as it is sent, received and put in
+            # order, and so do its results, before and after they return.
             between += 5 * layout.experts * (1 - (1 - 1 / layout.experts) ** self.active) * h
         if has_adapters:
             # The product of an adapter has the width of the result that it is added to.
