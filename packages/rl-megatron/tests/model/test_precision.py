@@ -163,6 +163,11 @@ def test_gradients_of_both_dtypes_are_reduced_alike_on_any_layout(ranks, tmp_pat
     assert norms[1:] == [pytest.approx(norms[0], rel=0.02)] * 2
 
 
+AMPLIFICATION = {"gpt_oss": 100, "qwen3_5_moe_text": 100}
+"""Most times that the layers of a family amplify rounding, which is 2^-11 of a value in float16. Two amplify it 47 to
+60 times where others do so 7 to 10 times, and as much in other precisions: the error of gpt_oss is 3.4e-6 in float32
+and 0.16 in bfloat16, that of llama 1.3e-6 and 0.04. So it is of the model, and not of the scale of the loss."""
+
 SCALED = [
     ("llama", "tp2"),
     ("qwen3", "pp2 virtual"),
@@ -196,7 +201,7 @@ def test_gradients_in_float16_are_those_of_float64(ranks, tmp_path, family, layo
         for name, parameter in oracle.model.named_parameters()
     ]
     error, size = np.sqrt(np.sum(squares, axis=0))
-    assert error < 0.05 * size, error / size
+    assert error < AMPLIFICATION.get(family, 20) * 2**-11 * size, error / size
 
 
 @pytest.mark.parametrize("field", ["fuse_wgrad_accumulation", "gradient_accumulation_fusion"])
