@@ -5,7 +5,7 @@
 A round is a step of every adapter on rows of its own, once as one pass over all rows in a model with several adapters,
 and once as a step of each of several models with one adapter. The models are in processes of their own with one thread
 each, so that a step takes the same cores either way; the runs take turns within a round, as on a machine that one of
-them fills. Wall time, median of the rounds' ratios, with quartiles.
+them fills. Wall time and processor time of the models' processes, median of the rounds' ratios, with quartiles.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
+import psutil
 from measurement import surroundings, table
 
 from rl_core.data.batch import Batch
@@ -57,6 +58,12 @@ def rows_of(adapter: int, count: int, tokens: int) -> Batch:
             ADAPTER: np.full(count, adapter, dtype=np.int32),
         }
     )
+
+
+def processor_s() -> float:
+    """Processor time of all models' processes so far."""
+    times = [process.cpu_times() for process in psutil.Process().children(recursive=True)]
+    return sum(each.user + each.system for each in times)
 
 
 def opened(stack: ExitStack, folder: Path, rank: int, adapters: int) -> PooledModel:
@@ -102,24 +109,22 @@ def main() -> None:
                     model.accumulate(rows, LOSS)
                     model.apply(SETTINGS)
 
-            seconds: dict[bool, list[float]] = {True: [], False: []}
+            taken: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
             for number in range(given.rounds + 2):
                 for is_joint in (True, False) if number % 2 else (False, True):
-                    begun = time.perf_counter()
+                    begun, used = time.perf_counter(), processor_s()
                     (all_at_once if is_joint else one_after_another)()
-                    seconds[is_joint].append(time.perf_counter() - begun)
-            ratios = [one / all_ for one, all_ in zip(seconds[False][2:], seconds[True][2:], strict=True)]
-            low, middle, high = statistics.quantiles(ratios, n=4)
-            num_tokens = given.adapters * count * given.tokens
-            speeds = [num_tokens / statistics.median(seconds[each][2:]) for each in (True, False)]
-            lines.append(
-                [
-                    f"{count} x {given.tokens}",
-                    *(f"{speed:,.0f}" for speed in speeds),
-                    f"{middle:.2f} ({low:.2f} to {high:.2f})",
-                ]
-            )
-    print(table(["rows of each adapter", "together, tokens/s", f"{given.adapters} runs, tokens/s", "ratio"], lines))
+                    taken[is_joint].append((time.perf_counter() - begun, processor_s() - used))
+            walls = [statistics.median(wall for wall, _ in taken[each][2:]) for each in (True, False)]
+            line = [f"{count} x {given.tokens}"]
+            line += [f"{given.adapters * count * given.tokens / wall:,.0f}" for wall in walls]
+            for which in range(2):
+                ratios = [one[which] / all_[which] for one, all_ in zip(taken[False][2:], taken[True][2:], strict=True)]
+                low, middle, high = statistics.quantiles(ratios, n=4)
+                line.append(f"{middle:.2f} ({low:.2f} to {high:.2f})")
+            lines.append(line)
+    speeds = ["together, tokens/s", f"{given.adapters} runs, tokens/s"]
+    print(table(["rows of each adapter", *speeds, "ratio", "ratio of processor time"], lines))
     print(surroundings())
 
 

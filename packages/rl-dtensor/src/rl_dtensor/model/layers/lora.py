@@ -131,12 +131,12 @@ class AdapterRuns(NamedTuple):
     """The tokens of each adapter in a pass.
 
     Args:
-        runs: Start and end of the tokens of each adapter, one after another; all tokens of the pass.
-        order: Int64 `[tokens]`, the places of the tokens in the pass in the order of `runs`, and the way back; None if
-            they lie in this order.
+        lengths: Number of tokens of each adapter, which are all tokens of the pass.
+        order: Int64 `[tokens]`, the places of the tokens in the pass in the order of the adapters, and the way back;
+            None if they lie in this order.
     """
 
-    runs: tuple[tuple[int, int], ...]
+    lengths: list[int]
     order: tuple[Tensor, Tensor] | None = None
 
     @classmethod
@@ -148,13 +148,12 @@ class AdapterRuns(NamedTuple):
             count: Number of adapters.
             device: Device of the pass.
         """
-        ends = np.cumsum(np.bincount(adapters, minlength=count)).tolist()
-        runs = tuple(zip([0, *ends[:-1]], ends, strict=True))
+        lengths = np.bincount(adapters, minlength=count).tolist()
         if not (np.diff(adapters) < 0).any():
-            return cls(runs)
+            return cls(lengths)
         order = np.argsort(adapters, kind="stable")
         there, back = to_device([order, np.argsort(order)], device)
-        return cls(runs, (there, back))
+        return cls(lengths, (there, back))
 
 
 class SeveralAdapters:
@@ -194,19 +193,21 @@ class SeveralAdapters:
         """Return the result of a layer with the adapters of its tokens, for the result of the layer without them."""
         assert self.runs is not None, "no adapters were given before the pass"
         inputs = x.flatten(0, -2)
-        if len(inputs) != self.runs.runs[-1][1]:
+        if len(inputs) != sum(self.runs.lengths):
             raise ValueError(
-                f"a layer sees {len(inputs)} tokens where {self.runs.runs[-1][1]} were expected; several adapters "
+                f"a layer sees {len(inputs)} tokens where {sum(self.runs.lengths)} were expected; several adapters "
                 "(lora_cfg.max_adapters) cannot be on layers that see some of the tokens, such as those of experts: "
                 "leave them out by lora_cfg.exclude_modules"
             )
         if self.runs.order is not None:
             inputs = inputs[self.runs.order[0]]
-        parts = [
-            module.lora_B[name](module.lora_A[name](inputs[start:end]) * module.scaling[name])
-            for name, (start, end) in zip(self.names, self.runs.runs, strict=True)
-        ]
-        added = torch.cat(parts)
+        parts = inputs.split(self.runs.lengths)
+        added = torch.cat(
+            [
+                module.lora_B[name](module.lora_A[name](part) * module.scaling[name])
+                for name, part in zip(self.names, parts, strict=True)
+            ]
+        )
         if self.runs.order is not None:
             added = added[self.runs.order[1]]
         return result + added.view(*x.shape[:-1], -1)
