@@ -223,5 +223,8 @@ def test_validation_prompts_and_tasks_that_the_training_rows_contain_are_listed(
 def test_leaks_into_preferences_are_found():
     pairs = written("pairs.jsonl", [{"prompt": "1+1?", "chosen": "2", "rejected": "3"}])
     data = [f"data.train={{data_path: {pairs}}}", f"data.validation={{data_path: {pairs}}}"]
-    found = shown("dpo-tiny", *data, "--rows", "0", "--contamination")["contamination"]["validation"]
-    assert list(found["prompts"]) == ["pairs.jsonl, line 1"]
+    sums = written("sums.jsonl", [{"messages": "1+1?", "answer": "2"}])
+    task = f"eval.tasks=[{{name: sums, dataset: {{data_path: {sums}, env_name: math}}}}]"
+    found = shown("dpo-tiny", *data, task, "eval.period=1", "--rows", "0", "--contamination")["contamination"]
+    assert list(found["validation"]["prompts"]) == ["pairs.jsonl, line 1"]
+    assert list(found["sums"]["prompts"]) == ["sums.jsonl, line 1"]

@@ -220,17 +220,21 @@ def contamination(given: GivenRows) -> dict[str, tuple[int, dict[str, Overlap]]]
     config = given.config
     evaluation = getattr(config, "eval", None)
     listed = [] if evaluation is None else [task_of(each, evaluation, config.data) for each in evaluation.tasks]
-    data = {each.name: DataConfig(train=each.dataset, validation=each.dataset) for each in listed}
+    # Tasks are read as an evaluation reads them, whatever the rows of the algorithm are.
+    opened = {
+        each.name: open_datasets(DataConfig(train=each.dataset, validation=each.dataset), "validation")
+        for each in listed
+    }
     if config.data.validation_datasets:
-        data["validation"] = config.data
-    if not data:
+        opened["validation"] = open_datasets(config.data, "validation", given.reader.processor)
+    if not opened:
         raise ConfigError(
             "--contamination: the config has neither validation data nor tasks. Set data.validation or eval.tasks"
         )
     prompts: dict[str, dict[str, Sequence[Message]]] = {}
-    for name, each in data.items():
+    for name, datasets in opened.items():
         prompts[name] = {}
-        for dataset in open_datasets(each, "validation", given.reader.processor):
+        for dataset in datasets:
             for number in dataset.numbers:
                 with suppress(DataError):
                     prompts[name][dataset.rows.place(number)] = dataset.convert(dataset.rows.rows[number]).prompt
