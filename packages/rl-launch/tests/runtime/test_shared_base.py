@@ -11,7 +11,7 @@ import pytest
 from rl_algos.losses.tokens import NLLLoss
 from rl_core.data.batch import Batch
 from rl_core.data.ragged import Ragged
-from rl_core.errors import CheckpointDamaged, RLError
+from rl_core.errors import CheckpointDamaged, RLError, WorkerDied
 from rl_core.metrics import Metric
 from rl_core.model import ADAPTER, LOGPROBS, AdapterSettings, SavedFile
 from rl_core.model_config import ModelConfig
@@ -124,7 +124,7 @@ class Runs:
         def make(name, call):
             try:
                 found[name] = call()
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001
                 found[name] = error
 
         threads = [threading.Thread(target=make, args=each) for each in calls.items()]
@@ -167,6 +167,17 @@ def test_rows_that_fail_cost_only_their_own_run_its_step():
         else:
             assert found["second"]["loss"].value == 3.0
     assert [step[0] for step in runs.model.steps].count(0) == 3
+
+
+def test_the_death_of_a_rank_reaches_all_runs_and_is_kept():
+    runs = Runs()
+    first, second = runs.open("first"), runs.open("second")
+    runs.model.accumulate = lambda *_: (_ for _ in ()).throw(WorkerDied("rank 0 is gone"))
+    found = runs.at_once(
+        first=lambda: first.train_step(rows(2), NLLLoss()), second=lambda: second.train_step(rows(3), NLLLoss())
+    )
+    assert {type(each) for each in found.values()} == {WorkerDied}
+    assert isinstance(runs.base.death, WorkerDied)
 
 
 def test_nobody_waits_for_a_run_that_does_something_else_or_has_ended():

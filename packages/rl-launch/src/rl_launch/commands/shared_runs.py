@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from rl_core.config import as_written
 from rl_core.errors import RLError
@@ -26,6 +26,9 @@ from rl_launch.commands.train import TrainOutcome, train, with_local_models
 from rl_launch.root_config import POLICY, with_section, with_values
 from rl_launch.run_config.plan import RunPlan
 from rl_launch.run_session import show_logs
+
+if TYPE_CHECKING:
+    from rl_launch.runtime.shared_base import SharedBase
 
 _log = logging.getLogger(__name__)
 
@@ -142,7 +145,7 @@ class _Processes:
         context: Starts them.
     """
 
-    def __init__(self, base: Any, logs: Path, context: ForkServerContext) -> None:
+    def __init__(self, base: SharedBase, logs: Path, context: ForkServerContext) -> None:
         self._base, self._logs, self._context = base, logs, context
         self._alive: dict[int, _Trained] = {}
         self._signal: signal.Signals | None = None
@@ -164,6 +167,9 @@ class _Processes:
                         _log.warning("%s failed: %s", ended.run.name, failures[ended.run.name])
                     else:
                         _log.info("%s has ended", ended.run.name)
+                if self._base.death is not None:
+                    failures |= {run.name: explained(self._base.death, run.given.run_dir) for run in waiting}
+                    waiting.clear()
         finally:
             for left in self._alive.values():
                 left.process.kill()

@@ -58,9 +58,13 @@ class SharedBase:
     Args:
         model: Model with several adapters, which nothing else calls.
         num_slots: Maximum number of runs at a time.
+
+    Attributes:
+        death: The error of a rank that has died, after which no call succeeds; None while all are alive.
     """
 
     def __init__(self, model: Model, num_slots: int) -> None:
+        self.death: WorkerDied | None = None
         self._model, self._places = model, AdapterPlaces(model, num_slots)
         self._changed = threading.Condition()
         self._waiting: dict[str, _Step] = {}
@@ -77,6 +81,8 @@ class SharedBase:
                     answer: Any = getattr(self, f"_{method}")(run, *args, **kwargs)
                 except BaseException as error:  # noqa: BLE001  # raised where the call was made
                     answer = error
+                    if isinstance(error, WorkerDied):
+                        self.death = error
                 try:
                     connection.send(answer)
                 except (TypeError, AttributeError, ValueError):  # the error does not pickle
