@@ -226,6 +226,7 @@ from rl_core.model import UNDIVIDED as UNDIVIDED
 from rl_core.model import VALUES as VALUES
 from rl_core.model import AdaptedPart as AdaptedPart
 from rl_core.model import AdapterLosses as AdapterLosses
+from rl_core.model import Adapters as Adapters
 from rl_core.model import AdapterSettings as AdapterSettings
 from rl_core.model import Coordinates as Coordinates
 from rl_core.model import HeadFiles as HeadFiles
