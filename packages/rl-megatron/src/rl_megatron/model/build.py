@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,8 @@ def check_design(config: ModelConfig, backend: MegatronConfig, folder: Path, *, 
     if backend.recompute not in ("none", "full"):
         recomputed_modules(backend, megatron, has_te=has_te)
     family = family_of(hf)
-    maps, known_as = family.weights(hf), str
+    maps = family.weights(hf)
+    known_as: Callable[[str], str] = str
     if whole is not None:
         vision = MegatronVision(whole, config, folder)
         maps, known_as = vision.maps(maps), vision.names.__getitem__

@@ -134,9 +134,9 @@ class MegatronWeights:
             maps = [entry for entry in maps if self._names_of(entry)[0] not in frozen]
         if self._model.adapters:
             maps = self.maps[len(self._own_maps) :]
-        vision_frozen = frozenset() if self._model.vision is None else self._model.vision.frozen
-        names = [name for entry in maps for name in self._names_of(entry) if name not in vision_frozen]
-        check_patterns("optimizer.lr_scales", config.optimizer.lr_scales, names)
+        still = frozenset() if self._model.vision is None else self._model.vision.frozen
+        trained = [name for entry in maps for name in self._names_of(entry) if name not in still]
+        check_patterns("optimizer.lr_scales", config.optimizer.lr_scales, trained)
 
     @property
     def tied(self) -> dict[str, str]:
