@@ -76,6 +76,6 @@ def _messages(data: Mapping[str, Any]) -> list[dict[str, str]]:
         content = message.get("content") or ""
         parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
         if any(part["type"] != "text" for part in parts):
-            raise ValueError(f"task {data.get('idx')} has images, and agents call the policy with text only")
+            raise ValueError(f"task {data.get('idx')} has images, and rows of verifiers are text only")
         said.append({"role": message["role"], "content": "".join(part["text"] for part in parts)})
     return said
