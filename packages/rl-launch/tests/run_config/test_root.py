@@ -519,7 +519,11 @@ IMAGES = "policy.vision.enabled=true"
     [
         ([MEGATRON], {}, r"policy.generation.backend .*got \"megatron\": .*images"),
         ([HF], {"model_type": "llava", "image_token_index": 5}, "generation.backend=hf .* this one is a llava"),
-        (["policy.megatron_cfg.enabled=true"], {}, "policy.vision.enabled .*training backend megatron"),
+        (
+            ["policy.megatron_cfg.enabled=true", HF],
+            {"model_type": "gemma3", "image_token_index": 5},
+            "policy.vision.enabled .*not supported for gemma3 models",
+        ),
         ([], {"model_type": "llama", "image_token_id": None}, "policy.vision.enabled .*needs a vision-language model"),
         ([], {"model_type": "gemma3", "image_token_index": 5}, "on cpu vLLM's attention"),
         ([], {"model_type": "llava", "image_token_index": 5}, "models of the type llava"),
