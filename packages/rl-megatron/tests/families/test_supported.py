@@ -204,6 +204,12 @@ def test_every_family_has_rules() -> None:
         ({"tower": "adapters"}, {}, "qwen2_5_vl", "vision.tower"),
         ({"max_pixels": 100}, {}, "internvl", "vision.max_pixels"),
         ({}, {"fp8_cfg": {"enabled": True}}, "qwen3_vl", "megatron_cfg.fp8_cfg.enabled"),
+        (
+            {},
+            {"megatron_kwargs": {"apply_rope_fusion": True}},
+            "qwen2_vl",
+            "megatron_cfg.megatron_kwargs.apply_rope_fusion",
+        ),
         ({"enabled": False}, {}, "qwen2_vl", "vision.enabled"),
     ],
 )

@@ -11,7 +11,7 @@ from typing import Any
 
 from rl_core.config import Problem
 from rl_core.facts.hf_config import num_experts_of, rope_parameters
-from rl_core.model_config import ModelConfig, image_family_problems
+from rl_core.model_config import QWEN_WITH_IMAGES, ModelConfig, image_family_problems
 from rl_megatron.config import KEY, MegatronConfig
 
 Fields = Mapping[str, Any]
@@ -104,6 +104,9 @@ def image_problems(model: ModelConfig, backend: MegatronConfig, fields: Fields) 
             reason = "is not supported by rl-megatron, whose adapters are on Megatron's layers only"
             remedy = "Set frozen, or train with dtensor_cfg instead of megatron_cfg"
             yield Problem(f"vision.{name}", reason, got="adapters", remedy=remedy)
+    if fields.get("model_type") in QWEN_WITH_IMAGES and backend.megatron_kwargs.get("apply_rope_fusion"):
+        reason = "does not rotate tokens with three places each, as this model has them"
+        yield Problem(f"{KEY}.megatron_kwargs.apply_rope_fusion", reason, remedy="Remove this key")
     if backend.fp8_cfg.enabled:
         reason = "has not been verified with vision.enabled=true"
         yield Problem(f"{KEY}.fp8_cfg.enabled", reason, got=True, remedy="Set it to false")
