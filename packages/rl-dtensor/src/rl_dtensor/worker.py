@@ -68,7 +68,7 @@ def build_parts(
     return TrainingParts(
         policy,
         model.weights,
-        None if inner is None else DTensorOptimizer(inner, model, partial(grad_norm, model, mesh)),
+        None if inner is None else DTensorOptimizer(inner, partial(grad_norm, model, mesh)),
         DTensorState(model, inner, mesh, adapters),
         DTensorResidency(model, inner, mesh.kind, resident_head),
         head_parts,

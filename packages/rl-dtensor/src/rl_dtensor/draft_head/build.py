@@ -28,7 +28,7 @@ from rl_dtensor.model.whole import decoder_layers, model_on_meta
 from rl_dtensor.parallel.fsdp import local_slices, shard_whole, whole
 from rl_dtensor.parallel.mesh import DTensorMesh
 from rl_dtensor.training.state import DTensorState
-from rl_dtensor.training.step import DTensorModel, DTensorOptimizer, build_sharded_optimizer
+from rl_dtensor.training.step import DTensorModel, DTensorOptimizer, build_sharded_optimizer, norm_of
 
 
 def build_draft_head(
@@ -76,7 +76,7 @@ def build_draft_head(
         DraftHeadModel(head, policy, mesh),
         HeadWeights(module, sent, mesh),
         HeadWeights(module, exported, mesh),
-        DTensorOptimizer(inner, head, lambda _: head.grad_norm(mesh)),
+        DTensorOptimizer(inner, lambda own: norm_of([(each.grad, 1) for each in own if each.grad is not None], mesh)),
         DTensorState(head, inner, mesh),
     )
     return head, parts

@@ -29,7 +29,7 @@ from rl_dtensor.model.whole import decoder_layers
 from rl_dtensor.parallel.accumulation import Accumulation
 from rl_dtensor.parallel.fsdp import local, whole
 from rl_dtensor.parallel.mesh import DTensorMesh
-from rl_dtensor.training.step import DTensorModel, norm_of
+from rl_dtensor.training.step import DTensorModel
 
 
 class ShardedHead:
@@ -55,10 +55,6 @@ class ShardedHead:
     def state(self) -> dict[str, Tensor]:
         """Return the tensors of a checkpoint by name."""
         return {name: parameter for name, parameter in self.module.named_parameters() if parameter.requires_grad}
-
-    def grad_norm(self, mesh: DTensorMesh) -> float:
-        """Return the norm of the whole gradient, the same on every rank; collective."""
-        return norm_of([(each.grad, 1) for each in self.trained() if each.grad is not None], mesh)
 
     def reshard_all(self) -> None:
         """Free every gathered parameter."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import Any, cast
 
@@ -35,7 +34,6 @@ from rl_dtensor.parallel.accumulation import Accumulation
 from rl_dtensor.parallel.fsdp import local
 from rl_dtensor.parallel.mesh import DTensorMesh
 from rl_dtensor.training.pipeline import run_pipeline
-from rl_dtensor.training.state import Sharded
 
 
 class DTensorModel:
@@ -138,23 +136,24 @@ class DTensorOptimizer:
     """The `rl_core.torch.training.backend.RankOptimizer` over the parameters of a sharded model or draft head.
 
     Args:
-        inner: Steps this rank's shards.
-        model: Has the gradients.
-        norm: Function from the parameters that `inner` steps to the norm of their gradients; collective.
+        inner: Steps this rank's shards of the parameters that it has.
+        norm: Function from these to the norm of their gradients; collective.
     """
 
-    def __init__(self, inner: Optimizer, model: Sharded, norm: Callable[[AbstractSet[nn.Parameter]], float]) -> None:
-        self.inner = inner
-        self._model, self._norm = model, norm
+    def __init__(self, inner: Optimizer, norm: Callable[[Sequence[nn.Parameter]], float]) -> None:
+        self.inner, self._norm = inner, norm
+
+    @property
+    def _parameters(self) -> list[nn.Parameter]:
+        return [parameter for group in self.inner.param_groups for parameter in group["params"]]
 
     def grad_norm(self) -> float:
         """Return the norm of the whole gradient, the same on every rank; collective."""
-        return self._norm({parameter for group in self.inner.param_groups for parameter in group["params"]})
+        return self._norm(self._parameters)
 
     def scale_grads(self, factor: float) -> None:
         """Multiply this rank's shards of the gradient."""
-        parameters = (parameter for group in self.inner.param_groups for parameter in group["params"])
-        grads = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+        grads = [local(parameter.grad) for parameter in self._parameters if parameter.grad is not None]
         if grads:  # All parameters of a pipeline stage may be frozen.
             torch._foreach_mul_(grads, factor)
 
@@ -168,7 +167,7 @@ class DTensorOptimizer:
 
     def take_grads(self) -> dict[nn.Parameter, Tensor]:
         """Return this rank's shards of the gradient by parameter, and free them."""
-        return take_grads(self._model.trained())
+        return take_grads(self._parameters)
 
     def add_grads(self, taken: dict[nn.Parameter, Tensor]) -> None:
         """Add shards that were taken."""
@@ -201,7 +200,7 @@ def build_sharded_optimizer(
     return optimizer
 
 
-def grad_norm(model: ShardedModel, mesh: DTensorMesh, stepped: AbstractSet[nn.Parameter]) -> float:
+def grad_norm(model: ShardedModel, mesh: DTensorMesh, parameters: Iterable[nn.Parameter]) -> float:
     """Return the norm of a gradient, the same on every rank; collective.
 
     Gradients that several ranks hold alike are divided by their number. A tied head counts on the rank of the
@@ -210,7 +209,7 @@ def grad_norm(model: ShardedModel, mesh: DTensorMesh, stepped: AbstractSet[nn.Pa
     Args:
         model: The model.
         mesh: Its mesh.
-        stepped: Parameters whose gradients count.
+        parameters: Parameters whose gradients count.
     """
     replicated = {id(parameter) for parameter in model.replicated or ()}
     tied: Tensor | None = None
@@ -219,8 +218,8 @@ def grad_norm(model: ShardedModel, mesh: DTensorMesh, stepped: AbstractSet[nn.Pa
         tied = head.weight if isinstance(head, nn.Linear) else None
     grads = [
         (each.grad, mesh.num_gradients if id(each) in replicated else 1)
-        for each in model.trained()
-        if each.grad is not None and each is not tied and each in stepped
+        for each in parameters
+        if each.grad is not None and each is not tied
     ]
     return norm_of(grads, mesh)
 
