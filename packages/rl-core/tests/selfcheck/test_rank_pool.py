@@ -1,5 +1,7 @@
 """The pool runs functions on ranks and tells whose fault a failure is."""
 
+import signal
+
 import pool_functions
 import pytest
 
@@ -46,6 +48,24 @@ def test_a_rank_that_does_not_answer_is_named_and_replaced(pool):
         pool.run(pool_functions.sleep, [(0.0,), (60.0,)], timeout_s=0.5)
     assert pool.run(pool_functions.count, [(), ()]) == [1, 1]
     assert pool.generation == generation + 1
+
+
+def test_a_run_that_is_cut_off_leaves_nothing_to_the_next(pool):
+    class CutOffError(BaseException):
+        pass
+
+    def cut_off(number, frame):
+        raise CutOffError
+
+    before = signal.signal(signal.SIGALRM, cut_off)
+    signal.setitimer(signal.ITIMER_REAL, 0.5)
+    try:
+        with pytest.raises(CutOffError):
+            pool.run(pool_functions.sleep, [(0.0,), (60.0,)])
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert pool.run(pool_functions.count, [(), ()]) == [1, 1]
 
 
 def test_a_rank_that_dies_is_named(pool):
