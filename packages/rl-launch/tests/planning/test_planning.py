@@ -194,6 +194,19 @@ def test_factors_of_a_run_correct_later_plans(tmp_path, monkeypatch):
     assert "(x 3.00 by 1 run)" in shown
 
 
+def test_rollouts_take_time_of_the_host_next_to_their_tokens():
+    """Twice the rollouts of half the tokens, decoded in the same batch, take a millisecond more for each."""
+    seconds = []
+    for group, length in ((64, 100.0), (128, 50.0)):
+        overrides = [f"grpo.num_generations_per_prompt={group}", "grpo.num_prompts_per_step=4"]
+        run = read_plan("grpo-math-1b", [*overrides, "policy.train_global_batch_size=256"])
+        lengths = Lengths(0.0, length, length)
+        plan = plan_run(run, "run", accelerator=accelerator_named("h100"), device=CUDA, lengths=lengths)
+        seconds.append((plan.seconds["generation"], plan.topology.num_replicas))
+    (few, replicas), (many, _) = seconds
+    assert many - few == pytest.approx(256 / replicas * 0.001, rel=0.2)
+
+
 def test_generation_that_overlaps_training_and_small_peaks_teach_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("RL_HOME", str(tmp_path / "home"))
     row = {"time/generation": 5.0, "time/training": 5.0, "idle/trainer": 0.1, "memory/policy/training_gib": 0.5}

@@ -26,6 +26,8 @@ FORWARD_SHARE = 0.35
 LAUNCHES, LAUNCHES_UNFUSED, LAUNCHES_EXPERTS = 140, 170, 35
 """Operations of a layer, forward and backward, and those that experts add. With fused kernels there are 52, but the
 host takes six times as long for one of those (`benchmarks/results/gpu_check.md`)."""
+REQUEST_SECONDS = 0.001
+"""Seconds of a replica's host for each rollout next to its tokens, as measured (`benchmarks/results/plan_times.md`)."""
 SYNC_SECONDS = 0.05
 """Seconds of a weight sync next to its bytes: agreement of the processes, and verification."""
 
@@ -151,7 +153,7 @@ def generation_seconds(engine: EngineRank, cache: float, work: Workload, replica
     """Return the seconds until all rollouts of a step have ended, on so many replicas.
 
     The engine decodes as many sequences at a time as its cache holds. When the last ones have begun, the longest of
-    them runs on in a batch that shrinks.
+    them runs on in a batch that shrinks. The host's time for requests comes on top.
     """
     shape, chip, layout = engine.shape, machines.accelerator, engine.layout
     if shape is None or not replicas:
@@ -166,7 +168,7 @@ def generation_seconds(engine: EngineRank, cache: float, work: Workload, replica
     tail = max(0.0, work.longest - work.completion) * decode_seconds(engine, max(1.0, slots / 8), work.row, machines)
     prompts = work.prompt * rows / work.group
     prefill = 2 * prompts * (shape.products + shape.head_products) / layout.tensor / (chip.products_share * chip.flops)
-    return bulk + tail + prefill
+    return bulk + tail + prefill + work.num_rows / replicas * REQUEST_SECONDS
 
 
 def sync_seconds(rank: TrainingRank, engine: EngineRank, machines: Machines, *, is_shared: bool) -> float:
