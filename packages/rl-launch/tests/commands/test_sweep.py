@@ -279,7 +279,22 @@ def test_a_base_that_does_not_start_fails_its_runs_and_no_others(tmp_path, train
         ("rm-tiny", "rm trains a head that its runs do not share"),
     ],
 )
-def test_runs_that_cannot_share_a_base_are_refused(tmp_path, recipe, message):
+def test_algorithms_that_cannot_share_a_base_are_refused(tmp_path, recipe, message):
     keys = ["policy.lora_cfg.enabled=true", "policy.lora_cfg.max_adapters=2", "policy.precision=float32,bfloat16"]
     with pytest.raises(ConfigError, match=message):
         sweep_of(recipe, [*keys, f"run_dir={tmp_path}"])
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        (
+            "guardrails.big={metric: train/grad_norm, above: 9, action: skip_step}",
+            r"guardrails\.big\.action: skip_step",
+        ),
+        ("profiling.steps=[1,2]", r"profiling\.steps: the processes of the model are shared"),
+    ],
+)
+def test_settings_that_act_on_a_shared_model_are_refused(tmp_path, setting, message):
+    with pytest.raises(ConfigError, match=message):
+        sweep_of("sft-lora-tiny", [*LORA, setting, "sft.seed=1,2", f"run_dir={tmp_path}"])

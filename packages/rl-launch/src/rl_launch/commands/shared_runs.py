@@ -72,11 +72,24 @@ def shared_problem(plan: RunPlan) -> str:
     elif evaluates is not None and evaluates(plan.config):
         reason = "eval.period scores tasks with an engine"
     else:
-        return ""
+        return _setting_problem(plan)
     return (
         f"policy.lora_cfg.max_adapters: only runs that learn from given rows, as sft and dpo do, can share a base, and "
         f"{reason}. Remove this key to train one run after another"
     )
+
+
+def _setting_problem(plan: RunPlan) -> str:
+    """Return which setting acts on the model or its processes, which others share; empty if none does."""
+    for name, rule in plan.config.guardrails.items():
+        if rule.action not in ("warn", "stop"):
+            return (
+                f"guardrails.{name}.action: {rule.action} changes the model's steps, which runs on one base share; set "
+                "warn or stop, or remove policy.lora_cfg.max_adapters"
+            )
+    if plan.config.profiling.steps is not None:
+        return "profiling.steps: the processes of the model are shared; remove it, or policy.lora_cfg.max_adapters"
+    return ""
 
 
 def train_together(
