@@ -58,7 +58,7 @@ def measured_lengths(rows: Sequence[Mapping[str, Any]], work: Workload) -> Lengt
 
     completion, longest = mean_of("rollout/mean_length"), mean_of("rollout/max_length")
     tokens = mean_of("train/num_tokens")
-    row = None if tokens is None else max(1.0, tokens / work.num_rows / work.passes)
+    row = None if tokens is None else max(1.0, tokens / work.num_trained / work.passes)
     if completion is None:
         return Lengths(None, row)
     return Lengths(None if row is None else max(1.0, row - completion), completion, longest)

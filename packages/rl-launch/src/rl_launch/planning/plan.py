@@ -48,9 +48,12 @@ from rl_launch.run_config.plan import RunPlan
 DEFAULT = "h100"
 """Device of a plan for GPUs if none is named."""
 TRAINING, LOGPROBS, GENERATING, SYNC, SAVE = "training", "logprobs", "generation", "weight_sync", "save"
-"""Names of phases; a run records the seconds of the first four as `time/<name>`."""
-PASSES = (LOGPROBS, "values", "critic_training", "drafter_training")
-"""Phases that compute as training does."""
+JUDGING, TEACHER, VALUES = "judging", "teacher", "values"
+ORDER = (GENERATING, JUDGING, VALUES, LOGPROBS, TEACHER, TRAINING, SYNC, SAVE)
+"""Phases of a step; a run records the seconds of all except the last as `time/<name>`, and `time/<role>_training` of
+other models than the policy."""
+PASSES = (JUDGING, VALUES, LOGPROBS, TEACHER)
+"""Phases that compute as training does, as the training of other models does."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,8 @@ class Factors:
     def of(self, phase: str) -> float | None:
         """Return the factor of a phase; of other passes over rows that of training, if no run had them; None if there
         is none."""
-        return self.seconds.get(phase, self.seconds.get(TRAINING) if phase in PASSES else None)
+        computes = phase in PASSES or phase.endswith(f"_{TRAINING}")
+        return self.seconds.get(phase, self.seconds.get(TRAINING) if computes else None)
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,7 @@ class RolePlan:
         basis: Number of parameters and where it was read; empty if it is not known, and nothing is estimated.
         rank: Its fullest rank; None if its size is not known.
         recomputed: Layers that are recomputed; None if it does not train or its layers are not known.
+        reads: Passes over the rows of a step that do not train, by the phase that they belong to.
         keeps_reference: True if it keeps its initial weights in host memory.
         has_turns: True if it waits in host memory while others use its devices.
         ranks: Its ranks.
@@ -96,6 +101,7 @@ class RolePlan:
     basis: str
     rank: TrainingRank | None
     recomputed: Recomputed | None
+    reads: Mapping[str, int]
     keeps_reference: bool
     has_turns: bool
     ranks: int
@@ -235,7 +241,8 @@ def plan_run(
     engine = _engine(plan, topology, device)
     roles, usages = [], []
     for role, model in plan.backends.models.items():
-        found = _role(role, model, topology, device, accelerator)
+        reads = _reads(model, work, generates=plan.backends.generation is not None)
+        found = replace(_role(role, model, topology, device, accelerator), reads=reads)
         roles.append(found)
         usages += list(_usages_of_model(found, topology, accelerator, is_on_gpus=device.runs_on_gpus, engine=engine))
     if engine is not None:
@@ -297,6 +304,7 @@ def _role(role: str, model: ModelBackend, topology: Topology, device: Device, ac
         basis="",
         rank=None,
         recomputed=None,
+        reads={},
         keeps_reference=model.spec.keeps_reference and not config.lora_cfg.enabled,
         has_turns=topology.takes_turns(role),
         ranks=own.count,
@@ -329,6 +337,19 @@ def _role(role: str, model: ModelBackend, topology: Topology, device: Device, ac
         room = None if accelerator.memory is None else _room(topology, role, accelerator.memory)
         _, recomputed = rank.training(accelerator.memory, room)
     return replace(found, basis=f"{_count(whole.count)} parameters by {source}", rank=rank, recomputed=recomputed)
+
+
+def _reads(model: ModelBackend, work: Workload, *, generates: bool) -> dict[str, int]:
+    """Return how often a model reads the rows of a step without training, by the phase that the pass belongs to."""
+    spec, has_head = model.spec, model.spec.role not in HEADLESS_ROLES
+    if model.section == POLICY:
+        if work.teaches_itself:
+            return {TEACHER: 1}
+        number = int(work.reads_own) + int(spec.keeps_reference)
+        return {LOGPROBS: number} if number else {}
+    if spec.trains:
+        return {} if has_head else {VALUES: 1}
+    return {(TEACHER if has_head else JUDGING) if generates else LOGPROBS: 1}
 
 
 def _count(parameters: float) -> str:
@@ -368,7 +389,7 @@ def _usages_of_model(
     if role.trains:
         parts, _ = rank.training(capacity if is_on_gpus else None, room)
         yield Usage(role.role, TRAINING, {**parts, **extra, **gaps}, waiting)
-    if engine is not None or role.keeps_reference or not role.trains:
+    if role.reads or (engine is not None and role.role == POLICY):
         yield Usage(role.role, LOGPROBS, {**rank.forward(), **extra, **gaps}, waiting)
     if role.role == POLICY and engine is not None:
         staging = PENDING_PARTS * topology.device.bucket_bytes + rank.largest_tensor()
@@ -465,40 +486,34 @@ def _problems(
 
 
 def _seconds(planned: Plan, plan: RunPlan) -> dict[str, float]:
-    machines, work, engine, topology = planned.machines, planned.work, planned.engine, planned.topology
-    found: dict[str, float] = {}
+    machines, engine, topology = planned.machines, planned.engine, planned.topology
+    if any(role.rank is None or role.rank.shape is None for role in planned.roles):
+        return {}
+    work, found = planned.work.trained, dict.fromkeys(ORDER, 0.0)
     if engine is not None:
         cache = next(usage.device.get("KV cache", 0.0) for usage in planned.usages if usage.role == GENERATION)
-        replicas = topology.num_replicas
-        found[GENERATING] = generation_seconds(engine, cache, work, replicas, machines)
+        found[GENERATING] = generation_seconds(engine, cache, planned.work, topology.num_replicas, machines)
     for role in planned.roles:
-        rank = role.rank
-        if rank is None or rank.shape is None:
-            continue
-        forward = pass_seconds(rank, work, machines, recomputed=None, training=False)
-        is_policy = role.role == POLICY
-        # With one update, the logprobs before it are those of the update itself.
-        own = work.updates > 1 if is_policy else True
-        reads = int(own and (engine is not None or not is_policy)) + int(role.keeps_reference)
-        name = LOGPROBS if is_policy or not role.trains else "values"
-        if reads and forward:
-            found[name] = found.get(name, 0.0) + reads * forward
+        rank, training = role.rank, TRAINING if role.role == POLICY else f"{role.role}_{TRAINING}"
+        assert rank is not None, "the size of every model is known"
+        forward = pass_seconds(rank, work, machines, recomputed=None, training=False) if role.reads else 0.0
+        for phase, number in role.reads.items():
+            found[phase] += number * forward
         if role.trains:
             step = pass_seconds(rank, work, machines, recomputed=role.recomputed, training=True) * work.passes
-            step += optimizer_seconds(rank, work, machines)
-            found[TRAINING if is_policy else f"{role.role}_training"] = step
+            found[training] = step + optimizer_seconds(rank, work, machines)
         if role.has_turns and planned.device.runs_on_gpus:
-            moved = 2 * rank.memory.kept / machines.accelerator.host_rate
-            found[LOGPROBS] = found.get(LOGPROBS, 0.0) + moved
-        if is_policy and engine is not None:
+            found[next(iter(role.reads), training)] += 2 * rank.memory.kept / machines.accelerator.host_rate
+        if role.role == POLICY and engine is not None:
             is_shared = GENERATION in topology.sharing
             found[SYNC] = sync_seconds(rank, engine, machines, is_shared=is_shared)
     saves = plan.config.checkpointing
     if saves.enabled and saves.save_period:
-        rate = DISK_RATE * topology.num_nodes
-        each = planned.checkpoint_bytes / rate
+        each = planned.checkpoint_bytes / (DISK_RATE * topology.num_nodes)
         if saves.async_save:
             each = sum(role.rank.memory.kept for role in planned.roles if role.rank and role.trains)
             each /= machines.accelerator.host_rate
         found[SAVE] = each / saves.save_period
-    return found
+    of_others = sorted(found.keys() - {*ORDER})
+    first = ORDER.index(TRAINING)
+    return {name: found[name] for name in (*ORDER[:first], *of_others, *ORDER[first:]) if found[name]}
