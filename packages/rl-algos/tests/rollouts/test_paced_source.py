@@ -365,8 +365,9 @@ def test_metrics_say_how_old_groups_are_and_how_long_training_waited_for_them():
     assert first["idle/trainer"] == pytest.approx(30 / 40)
     assert "idle/generators" not in first
     source.adopt(WeightUpdate(2))
-    source.collect(4)
     pool.idle = 0.25
+    source.collect(4)
+    pool.idle = 0.75  # of the groups that this collecting began
     second = source.metrics()
     assert second["idle/generators"] == 0.25
     assert (second["staleness/mean"], second["staleness/share_1"]) == (1, 1)

@@ -49,7 +49,7 @@ class ClusterConfig(Config):
     nodes with `gpus_per_node` GPUs each on the CPU of this machine: everything except the kernels runs as on a GPU
     cluster, so use a tiny model."""
     cpu_ranks_per_node: int = Field(default=1, gt=0)
-    """Number of ranks on each machine if the device is the CPU."""
+    """Number of ranks on each machine if the device is the CPU. Each computes on its part of the cores."""
     worker_envs: Literal["auto", "shared", "isolated"] = "auto"
     """Python environments of the workers: the driver's environment (`shared`), separate environments that are built for
     them (`isolated`), or the driver's environment if it has all required packages and separate ones otherwise (`auto`).

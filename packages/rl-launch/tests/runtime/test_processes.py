@@ -16,7 +16,7 @@ def processes(device, fork_server_s):
     facts = SimpleNamespace(cores=8)
     node = SimpleNamespace(facts=facts, interpreters={"policy": PYTHON, "other": PYTHON}, network_variables={})
     return Processes(
-        SimpleNamespace(device=device, network_variables=None),
+        SimpleNamespace(device=device, network_variables=None, ranks_per_node=2),
         {"n": node},
         None,
         logs="",
@@ -46,6 +46,13 @@ def test_workers_are_forked_as_the_cluster_section_says(device, chosen, idle):
         assert made.python.startswith(f"{PYTHON} -P -m rl_core.fork_server")
         assert f"--import=an_engine --idle={idle} " in made.python
     assert made.variables["ITS_VARIABLE"] == "1"
+
+
+def test_ranks_share_the_cores_of_a_node_whichever_model_they_belong_to():
+    made = processes(CPU, 0.0)
+    assert made.on("n", "policy", shares_cores=True).variables["OMP_NUM_THREADS"] == "4"
+    assert made.on("n", "policy").variables["OMP_NUM_THREADS"] == "8"
+    assert [made.cores("n", ranks) for ranks in (0, 1, 2)] == [1, 4, 8]
 
 
 def test_a_role_without_modules_to_import_has_no_server():

@@ -540,7 +540,11 @@ def test_groups_go_on_over_an_update(in_flight):
     tickets = pool.submit(tasks(4))
     done = dict([pool.next_done()])
     update = Update(2)
+    for replica in replicas:
+        replica.held |= {"p2", "p3"}
     pool.adopt(update, in_flight=in_flight)
+    for replica in replicas:
+        replica.held.clear()
     done |= dict(pool.next_done() for _ in range(3))
     assert [done[ticket] for ticket in tickets] == groups(4)
     assert [replica.shares for replica in replicas] == [[["p0", "p2"]], [["p1", "p3"]]]
@@ -585,8 +589,12 @@ def test_weights_are_sent_once_the_longest_completion_has_ended_however_long_it_
 
     pool = make_pool(replicas, sender=LateSender())
     tickets = pool.submit(tasks(4))
+    for replica in replicas:
+        replica.held |= {"p2", "p3"}
     update = Update(2)
     pool.adopt(update)
+    for replica in replicas:
+        replica.held.clear()
     assert next(long_looks) > 10_000
     done = dict(pool.next_done() for _ in tickets)
     assert [done[ticket] for ticket in tickets] == groups(4)
@@ -636,10 +644,12 @@ def test_groups_that_a_replica_had_finished_before_it_died_during_an_update_do_n
     pool = make_pool([replica])
     tickets = pool.submit(tasks(3))
     update = Update(2, fails=[WorkerDied("the process ended", replica.origin("weight sync"))])
+    replica.held.add("p2")
     pool.adopt(update)
+    replica.held.clear()
     done = dict(pool.next_done() for _ in tickets)
     assert [done[ticket] for ticket in tickets] == groups(3)
-    assert replica.shares == [["p0", "p1", "p2"], ["p1", "p2"]]
+    assert replica.shares == [["p0", "p1", "p2"], ["p2"]]
     assert replica.finished_prompts == ["p0", "p1", "p2"]
 
 

@@ -38,7 +38,7 @@ def test_a_check_and_its_worker_are_forked_from_the_same_process(device, monkeyp
     node = SimpleNamespace(facts=facts, interpreters=envs.interpreters, network_variables=network)
     preloads = backends.preloads(device)
     processes = Processes(
-        SimpleNamespace(device=device, network_variables=None),
+        SimpleNamespace(device=device, network_variables=None, ranks_per_node=device.ranks_per_node(config.cluster)),
         {"n": node},
         None,
         logs="",
@@ -48,9 +48,8 @@ def test_a_check_and_its_worker_are_forked_from_the_same_process(device, monkeyp
         preloads=preloads,
         fork_server_s=None,
     )
-    ranks = {POLICY: device.ranks_per_node(config.cluster), GENERATION: 1}
     for role, engine in ((POLICY, "rl_dtensor"), (GENERATION, "rl_vllm")):
-        made = processes.on("n", role, ranks=ranks[role])
+        made = processes.on("n", role, shares_cores=role == POLICY)
         address, stay = checks[engine]
         assert address == server_address(preloads[role].modules, {**os.environ, **made.variables})
         assert f"--idle={stay:g} " in made.python

@@ -161,6 +161,9 @@ class Pool:
     def turns(self):
         return {}
 
+    def idle_share(self):
+        return None
+
 
 class Trainer:
     """A run of steps whose state is what a checkpoint holds."""

@@ -46,14 +46,15 @@ class ModelGroup:
         self, processes: Processes, nodes: Sequence[Sequence[Bundle]], *, role: str, section: str, num_gpus: float
     ) -> None:
         cluster, logs, self._timeouts = processes.cluster, processes.logs, processes.timeouts
-        ranks = processes.topology.devices(role).ranks
         self._device = cluster.device.name
         self._role = role
         self._section = section
         self._local_ranks = [local_rank for node in nodes for local_rank, _ in enumerate(node)]
         self._workers = [
             cluster.start_worker(
-                processes.on(bundle.node, role, num_gpus=num_gpus, ranks=ranks, number=rank, name=f"{role}-{rank}"),
+                processes.on(
+                    bundle.node, role, num_gpus=num_gpus, shares_cores=True, number=rank, name=f"{role}-{rank}"
+                ),
                 bundle,
             )
             for rank, bundle in enumerate(bundle for node in nodes for bundle in node)

@@ -224,12 +224,19 @@ class Processes:
             by_node.setdefault(node, []).append(role)
         self.nodes.prepare(by_node)
 
-    def cores(self, node: str) -> int:
-        """Return the number of cores of a prepared node."""
-        return self.nodes[node].facts.cores
+    def cores(self, node: str, ranks: int) -> int:
+        """Return the cores of a prepared node that belong to so many of its ranks, at least one."""
+        return self.nodes[node].facts.cores * ranks // self.cluster.ranks_per_node or 1
 
     def on(
-        self, node: str, role: str, *, num_gpus: float = 0, ranks: int = 1, number: int | None = None, name: str = ""
+        self,
+        node: str,
+        role: str,
+        *,
+        num_gpus: float = 0,
+        shares_cores: bool = False,
+        number: int | None = None,
+        name: str = "",
     ) -> WorkerProcess:
         """Return a process on a prepared node.
 
@@ -237,7 +244,7 @@ class Processes:
             node: Ray's id of the node.
             role: Role of the worker.
             num_gpus: Share of a GPU, or number of GPUs, that Ray gives it.
-            ranks: Number of processes that share the cores of the node.
+            shares_cores: True if it computes on its part of the node's cores, which all ranks of the node share.
             number: Rank of the model, or number of the generator; None for a worker that cannot be profiled.
             name: Name of a worker that has a number.
         """
@@ -250,7 +257,7 @@ class Processes:
             self.cluster.device,
             self._env_vars,
             self._env_vars_by_role.get(role, {}),
-            num_threads=max(1, found.facts.cores // ranks),
+            num_threads=self.cores(node, 1) if shares_cores else found.facts.cores,
         )
         # The user's variables win over the node's network.
         variables = {**(self.cluster.network_variables or found.network_variables), **of_worker}

@@ -152,7 +152,7 @@ class Replicas:
                 firsts = range(0, len(gpus), own_ranks)
                 placements += [(node, replace(shared, gpus=gpus[first : first + own_ranks])) for first in firsts]
             else:
-                threads = self._processes.cores(node) // topology.replica_ranks or 1
+                threads = self._processes.cores(node, node_ranks) // topology.replica_ranks or 1
                 placements.append((node, replace(shared, cpu_threads=threads)))
         starts = [
             [
@@ -269,8 +269,9 @@ class Replicas:
             return self._cluster.start_async_worker(process, bundle=bundle)
 
         def placement(node: str, position: int) -> Placement:
-            threads = self._processes.cores(node) // (2 * self._topology.replica_ranks) or 1
-            count = len(bundles)
+            threads, count = 1, len(bundles)
+            if not device.has_gpus:
+                threads = self._processes.cores(node, ranks) // self._topology.replica_ranks or 1
             return Placement(device.name, (), threads, awaits_weights=awaits_weights, node=position, num_nodes=count)
 
         placed = enumerate(zip(bundles, nodes, strict=True))

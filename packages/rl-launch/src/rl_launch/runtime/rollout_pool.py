@@ -48,6 +48,9 @@ INCREASE = 16
 CHECK_PERIOD_S = 5.0
 """Maximum number of seconds between two checks of the replicas' progress."""
 
+MORE_TIMEOUT_S, ALL_TIMEOUT_S = 0.03, 0.5
+"""Seconds to wait for further finished groups of a replica that has just answered, and for those of all replicas."""
+
 IDLE_TIMEOUT_S = 5.0
 """Timeout in seconds of a question to the replicas about their rollouts."""
 
@@ -170,7 +173,7 @@ class ReplicaPool:
             GeneratorError, WorkerDied: If replicas die again and again, with the cause.
         """
         self._version = update.version
-        self._take_ended(0.0)  # A replica that dies later would lose its finished groups.
+        self._take_all_ended()
         with self._giving_up_restarted():
             self._pause("interrupt" if in_flight else "finish")
             self._group.adopt(update, in_flight=in_flight)
@@ -295,11 +298,19 @@ class ReplicaPool:
         for replica in self._dispatch.busy - set(self._group.replicas):
             self._dispatch.give_up(replica)
 
-    def _take_ended(self, timeout_s: float) -> None:
-        """Wait for a finished group, at most for the timeout, and take every group that has ended."""
+    def _take_all_ended(self) -> None:
+        """Take the groups that have ended, before replicas have other work. One that dies later would lose them, and
+        one that begins further groups answers late."""
+        timeout_s, deadline = 0.0, time.monotonic() + ALL_TIMEOUT_S
+        while self._take_ended(timeout_s) and time.monotonic() < deadline:
+            timeout_s = MORE_TIMEOUT_S
+
+    def _take_ended(self, timeout_s: float) -> bool:
+        """Wait for a finished group, at most for the timeout, and take what the replicas have answered by then. Return
+        whether one has."""
         replicas = {call.reports: replica for replica, call in self._dispatch.asked.items()}
         if not replicas:
-            return
+            return False
         ended = wait(list(replicas), timeout_s)
         origins = [replicas[ref].origin("rollouts") for ref in ended]
         for ref, origin, outcome in zip(ended, origins, outcomes(ended, origins), strict=True):
@@ -314,6 +325,7 @@ class ReplicaPool:
                 self._take(replica, call, outcome, origin)
         # Replicas that answered continue to answer while these groups are taken.
         self._dispatch.poll_busy()
+        return bool(ended)
 
     def _take(
         self, replica: Replica, call: FinishedCall, numbered: Sequence[tuple[int, GroupReport]], origin: FailureOrigin

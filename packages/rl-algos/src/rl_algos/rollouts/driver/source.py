@@ -133,6 +133,7 @@ class PacedRolloutSource:
         self._clock = clock
         self._step_began_at = self._collected_at = clock()
         self._waited_s = 0.0
+        self._idle_share: float | None = None
 
     def collect(self, num_groups: int, *, num_later: int | None = None) -> list[RolloutGroup]:
         """Return the next groups, in the order their prompts were drawn; fewer at the end of the data.
@@ -147,6 +148,9 @@ class PacedRolloutSource:
     def _collected(self, num_groups: int, num_later: int | None) -> list[RolloutGroup]:
         """Take the next groups; see `collect`."""
         asked_at = self._clock()
+        if self._max_staleness and self._overlaps_training:
+            # Replicas answer late while they begin groups.
+            self._idle_share = self._pool.idle_share()
         self._begin(num_groups + min(self._num_ahead, self._num_ahead if num_later is None else num_later))
         chosen = self._wait_for(num_groups)
         self._collected_at = self._clock()
@@ -168,7 +172,7 @@ class PacedRolloutSource:
         there are also the ages of the groups that were collected since the last `adopt`, the lengths of the rollouts
         that an earlier step began beside those of the others, the numbers of groups that are under way or finished,
         and, if rollouts continue during training, the share of the step's time that was spent waiting for groups and
-        the share of the replicas' time since the last call without rollouts.
+        the share of the replicas' time from the start of the last collecting to that of this one without rollouts.
         """
         speculation = self._pool.speculation()
         replicas = {
@@ -190,9 +194,10 @@ class PacedRolloutSource:
         if not self._overlaps_training:
             return metrics
         elapsed = self._collected_at - self._step_began_at
-        idle = self._pool.idle_share()
-        waited = {"idle/trainer": self._waited_s / elapsed if elapsed > 0 else 0.0}
-        return {**metrics, **waited, **({} if idle is None else {"idle/generators": idle})}
+        metrics["idle/trainer"] = self._waited_s / elapsed if elapsed > 0 else 0.0
+        if self._idle_share is not None:
+            metrics["idle/generators"] = self._idle_share
+        return metrics
 
     def evaluate(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, num_generations: int = 1) -> Evaluation:
         """Roll out given prompts with the current weights; the same prompts always get the same seeds."""
