@@ -37,10 +37,11 @@ def plan(
 
     With --json: {"schema": 1, "recipe", "device", "num_devices", "device_bytes": NUMBER|null, "fits": bool|null,
     "fullest", "memory": [{"role", "phase", "device": {NAME: BYTES}, "host": {NAME: BYTES}}, ...], "host_bytes",
-    "checkpoint_bytes", "num_checkpoints": NUMBER|null, "seconds": {PHASE: NUMBER}, "step_seconds", "tokens",
-    "tokens_per_second", "cost": NUMBER|null, "factors": {PHASE: NUMBER}, "memory_factors": {PHASE: NUMBER},
+    "checkpoint_bytes", "num_checkpoints": NUMBER|null, "seconds": {PHASE: NUMBER}, "step_seconds": NUMBER|null,
+    "tokens", "tokens_per_second", "cost": NUMBER|null, "factors": {PHASE: NUMBER}, "memory_factors": {PHASE: NUMBER},
     "learned_from": [RUN, ...], "assumptions": [SENTENCE, ...], "problems": [SENTENCE, ...], "change": {"overrides",
-    "step_seconds", "remark"}|null, "search": [...]}.
+    "step_seconds", "remark"}|null, "search": [...], "measured": {"seconds": {PHASE: NUMBER}, "memory": [{"role",
+    "phase", "bytes"}, ...]}|null of a run}.
     """
     with reported():
         from rl_core.errors import ConfigError
@@ -62,9 +63,9 @@ def plan(
             verifies=verify,
         )
         if as_json:
-            write_json(plain(answer.plan, price=price, change=answer.change, found=answer.found))
+            write_json(plain(answer.plan, price=price, change=answer.change, found=answer.found, took=answer.took))
             return
-        shown = [*lines(answer.plan, price=price, change=answer.change)]
+        shown = [*lines(answer.plan, price=price, change=answer.change, took=answer.took)]
         if search:
             shown += search_lines(answer.found, answer.plan)
         shown += answer.further

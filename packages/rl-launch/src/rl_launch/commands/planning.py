@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from rl_core.devices import Device
 from rl_core.errors import ConfigError
 from rl_launch.doctor.machine import gpu_names
-from rl_launch.planning.changes import Change, fastest, smallest_change
-from rl_launch.planning.learned import learn, learned, measured_lengths
+from rl_launch.monitoring.quantities import ALL_GPUS
+from rl_launch.planning.accelerators import accelerator_of
+from rl_launch.planning.changes import Change, Planner, fastest, smallest_change
+from rl_launch.planning.learned import Took, learn, learned, measured_lengths
 from rl_launch.planning.plan import Plan, device_of, plan_run
 from rl_launch.planning.workload import Lengths, Workload
+from rl_launch.recipes import source_name
+from rl_launch.run_config.plan import RunPlan
 from rl_launch.run_config.reading import read_plan
-from rl_launch.run_session.directory.run_folder import RunFolder
+from rl_launch.run_session.directory.run_folder import RunFolder, is_run
 
 NUM_FOUND = 5
 """Number of layouts that a search shows."""
@@ -27,12 +32,14 @@ class PlanAnswer(NamedTuple):
         plan: The plan.
         change: Smallest change that fits; None if the plan fits, or nothing that was tried does.
         found: Fastest layouts, if they were asked for.
+        took: Seconds and memory of the run that is planned; None if it has not run.
         further: Counts on real layers and simulated cases of a finished run as lines of text, if they were asked for.
     """
 
     plan: Plan
     change: Change | None
     found: Sequence[Change]
+    took: Took | None = None
     further: Sequence[str] = ()
 
 
@@ -60,23 +67,29 @@ def plan_recipe(
         verifies: True to count on the model's real layers too.
 
     Raises:
-        ConfigError: If the config is wrong, the device is not known, or the run has nothing to learn from.
+        ConfigError: If the config is wrong or does not fit the ranks of the device, the device is not known, or the
+            run has nothing to learn from.
     """
     if not recipe and not run:
         raise ConfigError("Name a recipe, such as grpo-math-1b, or a run with --from RUN. rl recipes lists the recipes")
-    folder = own = None
-    if run:
-        folder, own = RunFolder(run), read_plan(run)
-        of_run = measured_lengths(folder.metrics(), Workload.of(own, lengths))
-        lengths = Lengths(lengths.prompt or of_run.prompt, lengths.completion or of_run.completion, of_run.longest)
-    read = read_plan(recipe or run, overrides)
-    accelerator, kind = device_of(read, device, [] if device else gpu_names())
-    name = Path(recipe or run).stem
-    if folder is not None and own is not None and learns:
-        learn(folder, plan_run(own, name, accelerator=accelerator, device=kind, lengths=lengths))
-    factors = learned(accelerator.name)
-    planner = partial(plan_run, name=name, accelerator=accelerator, device=kind, lengths=lengths, factors=factors)
-    planned = planner(read)
+    source, given = recipe or run, lengths
+    folder = RunFolder(Path(run or recipe).expanduser()) if run or is_run(Path(recipe).expanduser()) else None
+    rows = [] if folder is None else folder.metrics()
+    if run and not rows:
+        raise ConfigError(f"--from {run}: no step of this run has ended yet. Wait for one, or remove --from")
+    if folder is not None and rows:
+        lengths = _of_run(rows, Workload.of(read_plan(folder.path), given), given)
+    read = read_plan(source, overrides)
+    gpus = () if device else gpu_names()
+    accelerator, kind = device_of(read, device, gpus)
+    planner = partial(plan_run, name=source_name(source), accelerator=accelerator, device=kind, lengths=lengths)
+    if folder is not None and learns:
+        if device is None:
+            _check_learnt_device(rows, kind, gpus)
+        learn(folder, _planned(planner, read_plan(folder.path), kind))
+    planner = partial(planner, factors=learned(accelerator.name))
+    planned = _planned(planner, read, kind)
+    is_own = folder is not None and Path(source).expanduser() == folder.path and not overrides
     change = smallest_change(read, planner) if planned.fits is False else None
     found = fastest(read, planner, num=NUM_FOUND) if searches else ()
     further: list[str] = []
@@ -85,8 +98,37 @@ def plan_recipe(
         from rl_launch.commands.verified_plan import verify
 
         further += verified(verify(read, planned))
-    if folder is not None and planned.engine is not None:
+    if run and folder is not None and planned.engine is not None:
         from rl_launch.planning.what_if import RunFacts, lines
 
-        further += lines(RunFacts.of_run(folder, planned))
-    return PlanAnswer(planned, change, found, further)
+        try:
+            further += lines(RunFacts.of_run(folder, planned))
+        except ConfigError as error:
+            further += ["", f"Not simulated: {error}."]
+    return PlanAnswer(planned, change, found, Took.of(rows) if rows and is_own else None, further)
+
+
+def _of_run(rows: Sequence[Mapping[str, Any]], work: Workload, given: Lengths) -> Lengths:
+    """Return the lengths of a run's rows, in place of those that the user does not state."""
+    found = measured_lengths(rows, work)
+    return Lengths(given.prompt or found.prompt, given.completion or found.completion, found.longest)
+
+
+def _check_learnt_device(rows: Sequence[Mapping[str, Any]], kind: Device, gpus: Sequence[str]) -> None:
+    """Refuse to learn for a device that this machine does not show the run to have used."""
+    used_gpus = any(ALL_GPUS in row for row in rows)
+    is_known = any(accelerator_of(gpu) is not None for gpu in gpus) if kind.runs_on_gpus else not used_gpus
+    if not is_known:
+        raise ConfigError(
+            "--learn: the run used GPUs, and this machine has none of a known kind. Name theirs with --device, such as "
+            "--device h100"
+        )
+
+
+def _planned(planner: Planner, run: RunPlan, device: Device) -> Plan:
+    try:
+        return planner(run)
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"{error} (the ranks are those of {device.ranks_key})") from None

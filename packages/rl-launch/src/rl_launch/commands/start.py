@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from rl_core.config import load, to_override
 from rl_core.errors import ConfigError
+from rl_launch.recipes import source_name
 from rl_launch.run_config.plan import RunPlan
 from rl_launch.run_config.reading import read_plan
 from rl_launch.run_config.root_types import type_of
@@ -124,7 +125,7 @@ def recipe_name(recipe: str) -> str:
         raise ConfigError("rl train needs a recipe, a YAML file or a run directory: rl train RECIPE [KEY=VALUE]...")
     if "=" in recipe:
         raise ConfigError(f"got {recipe!r} instead of a recipe. Write rl train RECIPE {recipe}")
-    return Path(recipe).stem
+    return source_name(recipe)
 
 
 def _folder(configured: str | None, name: str) -> Path:

@@ -377,7 +377,8 @@ def plan(machine: Machine, needs: Needs) -> Iterator[Diagnosis]:
     planned = needs.plan_on(accelerator or accelerator_named(DEFAULT))
     if planned.fits is False:
         remedy = (
-            f"rl plan {needs.recipe} --device {planned.machines.accelerator.name} has the smallest change that fits."
+            f"rl plan {needs.recipe} --device {planned.machines.accelerator.name}, with the same overrides, has the "
+            "smallest change that fits."
         )
         yield Diagnosis("plan", "warning", verdict(planned), remedy)
     else:

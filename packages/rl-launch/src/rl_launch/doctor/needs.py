@@ -18,6 +18,7 @@ from rl_launch.model_files.model_facts import hf_fields
 from rl_launch.placement.topology import Topology
 from rl_launch.planning.accelerators import Accelerator
 from rl_launch.planning.plan import Plan, num_checkpoints, plan_run
+from rl_launch.recipes import source_name
 from rl_launch.run_config.plan import RunPlan
 from rl_launch.run_config.reading import read_plan
 from rl_launch.runtime.role_envs import role_specs
@@ -107,7 +108,7 @@ def needs_of(recipe: str, overrides: Sequence[str], *, num_gpus: int) -> Needs:
     Raises:
         ConfigError: If the config is wrong.
     """
-    return needs_of_plan(read_plan(recipe, overrides), Path(recipe).stem, num_gpus=num_gpus)
+    return needs_of_plan(read_plan(recipe, overrides), source_name(recipe), num_gpus=num_gpus)
 
 
 def needs_of_plan(plan: RunPlan, name: str, *, num_gpus: int) -> Needs:

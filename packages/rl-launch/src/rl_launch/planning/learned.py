@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import geometric_mean, median
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, TypeAdapter, ValidationError
 
 from rl_core.errors import ConfigError
 from rl_launch.planning.memory import GIB
@@ -22,6 +26,10 @@ TIME = "time/"
 MIN_PLANNED = GIB
 """Fewest planned bytes that a factor of memory is learned from. On the CPU the pages of libraries are among a process's
 peak, which decide for tiny models."""
+_PEAK = re.compile(r"memory/(?P<role>\w+)/(?P<phase>\w+)_gib")
+"""Metrics of models, which `peak_name` makes; those of single ranks have a hyphen."""
+_Factor = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_RUNS = TypeAdapter(dict[str, dict[Literal["seconds", "memory"], dict[str, _Factor]]])
 AHEAD = "idle/trainer"
 """Metric of runs that generate while they train; their seconds of generation are those that the trainer waits."""
 
@@ -41,6 +49,30 @@ def measured_seconds(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     names = {name for row in counted for name in row if name.startswith(TIME)}
     found = {name: _values(counted, name) for name in sorted(names)}
     return {name.removeprefix(TIME): median(values) for name, values in found.items() if values}
+
+
+@dataclass(frozen=True)
+class Took:
+    """What a run took.
+
+    Args:
+        seconds: Median seconds of a step by phase.
+        memory: Largest bytes of the tensors of a model's rank, by role and phase.
+    """
+
+    seconds: Mapping[str, float]
+    memory: Mapping[tuple[str, str], float]
+
+    @classmethod
+    def of(cls, rows: Sequence[Mapping[str, Any]]) -> Took:
+        """Read the metrics of a run's steps."""
+        peaks: dict[tuple[str, str], float] = {}
+        for row in rows:
+            for name, value in row.items():
+                if (found := _PEAK.fullmatch(name)) and value:
+                    key = found["role"], found["phase"]
+                    peaks[key] = max(peaks.get(key, 0.0), value * GIB)
+        return cls(measured_seconds(rows), peaks)
 
 
 def measured_lengths(rows: Sequence[Mapping[str, Any]], work: Workload) -> Lengths:
@@ -72,7 +104,7 @@ def learned(device: str) -> Factors:
     """Return the factors that runs on a device taught; none if there was no run."""
     runs = _read(device)
 
-    def means(kind: str) -> dict[str, float]:
+    def means(kind: Literal["seconds", "memory"]) -> dict[str, float]:
         of_runs = [run.get(kind, {}) for run in runs.values()]
         names = sorted({name for each in of_runs for name in each})
         return {name: geometric_mean([each[name] for each in of_runs if name in each]) for name in names}
@@ -94,19 +126,16 @@ def learn(run: RunFolder, plan: Plan) -> Factors:
         ConfigError: If the run has no steps to learn from.
     """
     rows = run.metrics()
-    measured = measured_seconds(rows)
-    if any(AHEAD in row for row in rows):
-        measured.pop(GENERATING, None)
+    took, overlaps = Took.of(rows), any(AHEAD in row for row in rows)
     found = {
-        phase: measured[phase] / planned
+        phase: took.seconds[phase] / planned
         for phase, planned in plan.seconds.items()
-        if planned > 0 and measured.get(phase, 0.0) > 0
+        if planned > 0 and took.seconds.get(phase, 0.0) > 0 and not (overlaps and phase == GENERATING)
     }
     peaks = {
-        usage.phase: max(values) * GIB / usage.tensors
+        usage.phase: took.memory[POLICY, usage.phase] / usage.tensors
         for usage in plan.usages
-        if usage.role == POLICY and usage.tensors >= MIN_PLANNED
-        if (values := _values(rows, peak_name(POLICY, usage.phase))) and max(values) > 0
+        if usage.role == POLICY and usage.tensors >= MIN_PLANNED and (POLICY, usage.phase) in took.memory
     }
     if not found and not peaks:
         raise ConfigError(f"{run.path} has no phase with seconds that the plan has too, so there is nothing to learn")
@@ -122,14 +151,16 @@ def _path(device: str) -> Path:
     return default_root().parent / "plans" / f"{device}.json"
 
 
-def _read(device: str) -> dict[str, Any]:
+def _read(device: str) -> dict[str, dict[Literal["seconds", "memory"], dict[str, float]]]:
     path = _path(device)
     if not path.is_file():
         return {}
     try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        return _RUNS.validate_json(path.read_bytes())
+    except ValidationError as error:
+        problem = error.errors()[0]
+        place = " of ".join(map(str, reversed(problem["loc"])))
         raise ConfigError(
-            f"{path} is not JSON ({error}). Remove it; rl plan --from RUN --learn writes it again"
+            f"{path} does not have the factors of runs: {place + ': ' if place else ''}{problem['msg']}. Remove it; "
+            "rl plan --from RUN --learn writes it again"
         ) from None
-    return found

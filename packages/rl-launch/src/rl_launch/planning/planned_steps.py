@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from rl_launch.planning.accelerators import accelerator_of
 from rl_launch.planning.learned import learned, peak_name
 from rl_launch.planning.memory import GIB
 from rl_launch.planning.plan import device_of, plan_run
+from rl_launch.planning.text import verdict
 from rl_launch.run_config.plan import RunPlan
-from rl_launch.run_session.observer import RunObserver
+from rl_launch.run_session.observer import ObservedRun, RunObserver
+
+_log = logging.getLogger(__name__)
 
 MAX_RANKS = 16
 """Maximum number of ranks of a model whose memory is recorded one by one; of larger ones the fullest is."""
@@ -23,7 +28,7 @@ class MeasuredModel(Protocol):
 
 
 class PlannedSteps(RunObserver):
-    """Records what was planned of a run with each of its steps.
+    """Records what was planned of a run with each of its steps, and warns of a run that does not fit.
 
     Args:
         run: Its resolved config.
@@ -35,13 +40,19 @@ class PlannedSteps(RunObserver):
         self._run, self._name, self._gpus = run, name, gpus
         self._metrics: dict[str, float] = {}
 
-    def start(self, max_steps: int, history: Sequence[Mapping[str, Any]]) -> None:
-        """Plan the run on the devices of this machine, with the factors that earlier runs taught."""
-        accelerator, device = device_of(self._run, None, self._gpus())
+    def begin(self, run: ObservedRun) -> None:
+        """Plan the run on the devices of this machine, with the factors that earlier runs taught. Warn if the memory of
+        its GPUs is too small for a model or the engine."""
+        gpus = self._gpus()
+        accelerator, device = device_of(self._run, None, gpus)
         factors = learned(accelerator.name)
         plan = plan_run(self._run, self._name, accelerator=accelerator, device=device, factors=factors)
+        if plan.fits is False and any(accelerator_of(gpu) is not None for gpu in gpus):
+            command = f"rl plan {run.run_dir} --device {accelerator.name}"
+            _log.warning("%s It may run out of memory; %s shows the smallest change that fits.", verdict(plan), command)
         self._metrics = {f"plan/{phase}": seconds for phase, seconds in plan.seconds.items()}
-        self._metrics["plan/step"] = plan.step_seconds
+        if plan.seconds:
+            self._metrics["plan/step"] = plan.step_seconds
         for usage in plan.usages:
             self._metrics[f"plan/{usage.role}/{usage.phase}_memory_gib"] = usage.tensors / GIB
 

@@ -6,9 +6,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rl_launch.planning.accelerators import MEMORY
-from rl_launch.planning.changes import Change
+from rl_launch.planning.changes import MAX_RANKS, Change
+from rl_launch.planning.learned import Took
+from rl_launch.planning.memory import Usage
 from rl_launch.planning.plan import Plan
 
+NOT_PHASES = ("step", "callbacks")
+"""Seconds that a run records and that are not those of a phase."""
 SCHEMA = 1
 """Version of `as_json`; raised when a key changes its meaning or is removed."""
 
@@ -19,7 +23,9 @@ def size(num_bytes: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return seconds in words, such as `1.2 s` or `12 min`."""
+    """Return seconds in words, such as `35 ms`, `1.2 s` or `12 min`."""
+    if seconds < 0.1:
+        return f"{1000 * seconds:.2g} ms"
     if seconds < 120:
         return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
@@ -32,7 +38,7 @@ def verdict(plan: Plan) -> str:
     fullest, capacity = plan.fullest, plan.capacity
     if fullest is None:
         return f"{plan.recipe} on {where}: not estimated, because {'; '.join(plan.problems)}."
-    full = f"{fullest.phase} of the {fullest.role} takes most, {size(fullest.total)}"
+    full = f"{_held(fullest)} takes most, {size(fullest.total)}"
     if capacity is None:
         return f"{plan.recipe} on {where}: {full}."
     full = f"{full} of {size(capacity)}"
@@ -40,22 +46,41 @@ def verdict(plan: Plan) -> str:
         return f"{plan.recipe} on {where}: {full}; not all of it is estimated: {'; '.join(plan.problems)}."
     if plan.fits:
         return f"{plan.recipe} fits {where}: {full}."
-    reasons = "".join(f"; {problem}" for problem in plan.problems)
+    others = {usage.role: usage for usage in sorted(plan.usages, key=lambda usage: usage.total)}
+    too_large = [usage for role, usage in others.items() if usage.total > capacity and role != fullest.role]
+    reasons = "".join(f"; {_held(usage)} takes {size(usage.total)}" for usage in too_large)
+    reasons += "".join(f"; {problem}" for problem in plan.problems)
     return f"{plan.recipe} does not fit {where}: {full}{reasons}."
 
 
-def lines(plan: Plan, *, price: float | None, change: Change | None) -> Iterator[str]:
+def _held(usage: Usage) -> str:
+    return usage.phase if usage.phase == usage.role else f"{usage.phase} of the {usage.role}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _price(amount: float) -> str:
+    return f"{amount:,.2f}" if amount >= 0.1 or not amount else f"{amount:.2g}"
+
+
+def lines(plan: Plan, *, price: float | None, change: Change | None, took: Took | None = None) -> Iterator[str]:
     """Yield a plan as lines of text.
 
     Args:
         plan: The plan.
         price: Price of an hour of a device; None to leave out the cost.
         change: Smallest change that fits, if the plan does not.
+        took: Seconds and memory of the run that is planned, shown next to the plan; None if it has not run.
     """
     yield verdict(plan)
     if plan.fits is False:
         if change is None:
-            yield "No change of microbatches, layout, offloading or the number of GPUs that was tried fits."
+            yield (
+                f"No change of microbatches, layout or offloading fits, on up to {MAX_RANKS:,} GPUs. Lower "
+                "max_total_sequence_length, train adapters (lora_cfg.enabled), or choose larger GPUs."
+            )
         else:
             cost = f" ({change.remark})" if change.remark else ""
             yield f"The smallest change that fits{cost}: {change.overrides}"
@@ -68,16 +93,20 @@ def lines(plan: Plan, *, price: float | None, change: Change | None) -> Iterator
             split = " x ".join(f"{name} {count}" for name, count in (*sizes, ("experts", layout.experts)) if count > 1)
             shared = f"data {layout.data}{' x ' if split else ''}{split}"
             again = f"; {role.recomputed} recomputed" if role.recomputed is not None else ""
-            yield f"{role.role}: {role.name}, {role.basis}, {role.ranks} ranks ({shared}){again}"
+            yield f"{role.role}: {role.name}, {role.basis}, {_count(role.ranks, 'rank')} ({shared}){again}"
     if plan.engine is not None:
         ranks, replicas = plan.engine.layout.num_ranks, plan.topology.num_replicas
         own = "its own devices" if plan.topology.own.get("generation") else "the devices of the models"
-        yield f"generation: {replicas} replicas of {ranks} ranks on {own}"
+        yield f"generation: {_count(replicas, 'replica')} of {_count(ranks, 'rank')} on {own}"
+    if not plan.usages:
+        return
     yield ""
     yield "Memory of the fullest rank, GB:"
     for usage in sorted(plan.usages, key=lambda usage: -usage.total):
         learned = plan.factors.memory.get(usage.phase)
         yield f"  {usage.role + ', ' + usage.phase:<30} {usage.total / 1e9:>8,.3g}{_factor(plan, learned)}"
+        if took is not None and (peak := took.memory.get((usage.role, usage.phase))):
+            yield f"    {'measured, of tensors':<28} {peak / 1e9:>8,.3g}  planned {usage.tensors / 1e9:,.3g}"
         for name, taken in usage.device.items():
             yield f"    {name:<28} {taken / 1e9:>8,.3g}"
     yield f"  {'host memory of a node':<30} {plan.host_bytes / 1e9:>8,.3g}"
@@ -88,12 +117,22 @@ def lines(plan: Plan, *, price: float | None, change: Change | None) -> Iterator
     if not plan.seconds:
         return
     yield ""
-    yield f"A step of {plan.work.num_rows:,} rows, {plan.work.num_tokens:,.0f} tokens:"
+    measured = {} if took is None else took.seconds
+    head = f"A step of {plan.work.num_rows:,} rows, {plan.work.num_tokens:,.0f} tokens:"
+    yield f"{head:<41} measured" if measured else head
+
+    def row(phase: str, planned: str) -> str:
+        shown = f" {duration(measured[phase]) if phase in measured else '':>8}" if measured else ""
+        return f"  {phase:<30} {planned:>8}{shown}"
+
     for phase, seconds in plan.seconds.items():
-        yield f"  {phase:<30} {duration(seconds):>8}{_factor(plan, plan.factors.of(phase))}"
+        yield row(phase, duration(seconds)) + _factor(plan, plan.factors.of(phase))
+    for phase in (phase for phase in measured if phase not in plan.seconds and phase not in NOT_PHASES):
+        yield row(phase, "-")
     total = f"{plan.tokens_per_second:,.0f} tokens/s"
-    cost = f", {plan.cost(price):,.2f} a step at {price:g} per GPU hour" if price is not None else ""
-    yield f"  {'step':<30} {duration(plan.step_seconds):>8}  {total}{cost}"
+    device = "GPU" if plan.device.runs_on_gpus else "core"
+    cost = "" if price is None else f", {_price(plan.cost(price))} a step at {price:g} per {device} hour"
+    yield f"{row('step', duration(plan.step_seconds))}  {total}{cost}"
     yield ""
     yield "Assumed: " + "; ".join((*plan.work.assumptions, *_assumptions(plan))) + "."
 
@@ -110,10 +149,11 @@ def _assumptions(plan: Plan) -> Sequence[str]:
         f"products reach {chip.products_share:.0%} of {chip.flops / 1e12:,.3g} TFLOP/s and kernels that move data "
         f"{MEMORY:.0%} of {chip.memory_rate / 1e9:,.0f} GB/s"
     )
+    servers = ("servers generate elsewhere, and their time is not counted",) if plan.topology.num_servers else ()
     learned = (
         () if plan.factors.runs else ("no run on this device has corrected the times (rl plan --from RUN --learn)",)
     )
-    return (rates, "environments and judges take no time", *learned)
+    return (rates, "environments, judges elsewhere and validation take no time", *servers, *learned)
 
 
 def search_lines(found: Sequence[Change], now: Plan) -> Iterator[str]:
@@ -128,8 +168,10 @@ def search_lines(found: Sequence[Change], now: Plan) -> Iterator[str]:
         yield f"  {duration(change.plan.step_seconds):>8}  {taken:>8}  {change.overrides}"
 
 
-def as_json(plan: Plan, *, price: float | None, change: Change | None, found: Sequence[Change]) -> dict[str, Any]:
-    """Return a plan as plain data; bytes and seconds."""
+def as_json(
+    plan: Plan, *, price: float | None, change: Change | None, found: Sequence[Change], took: Took | None = None
+) -> dict[str, Any]:
+    """Return a plan as plain data; bytes and seconds. See `lines` for the arguments."""
     fullest = plan.fullest
 
     def changed(each: Change) -> dict[str, Any]:
@@ -151,15 +193,21 @@ def as_json(plan: Plan, *, price: float | None, change: Change | None, found: Se
         "checkpoint_bytes": plan.checkpoint_bytes,
         "num_checkpoints": plan.num_checkpoints,
         "seconds": dict(plan.seconds),
-        "step_seconds": plan.step_seconds,
+        "step_seconds": plan.step_seconds if plan.seconds else None,
         "tokens": plan.work.num_tokens,
         "tokens_per_second": plan.tokens_per_second,
-        "cost": None if price is None else plan.cost(price),
+        "cost": None if price is None or not plan.seconds else plan.cost(price),
         "factors": dict(plan.factors.seconds),
         "memory_factors": dict(plan.factors.memory),
         "learned_from": list(plan.factors.runs),
         "assumptions": [*plan.work.assumptions, *_assumptions(plan)],
         "problems": list(plan.problems),
+        "measured": None if took is None else _measured(took),
         "change": None if change is None else changed(change),
         "search": [changed(each) for each in found],
     }
+
+
+def _measured(took: Took) -> dict[str, Any]:
+    peaks = [{"role": role, "phase": phase, "bytes": size} for (role, phase), size in took.memory.items()]
+    return {"seconds": dict(took.seconds), "memory": peaks}

@@ -96,7 +96,9 @@ class Workload:
         if completion is None:
             completion = min(longest, max(1, longest_row - prompt)) / 2
             several = f" in up to {section.turn_limit} turns" if section.turn_limit > 1 else ""
-            assumptions.append(f"completions have {completion:,.0f} tokens{several}, half of what is allowed (--tokens)")
+            assumptions.append(
+                f"completions have {completion:,.0f} tokens{several}, half of what is allowed (--tokens)"
+            )
         longest = longest if seen is None else min(longest, round(seen))
         assumptions.append(f"the longest completion of a step has {longest:,} tokens")
         if isinstance(section, PolicyGradientConfig) and section.use_dynamic_sampling:

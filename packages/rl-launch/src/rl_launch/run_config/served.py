@@ -13,6 +13,7 @@ from rl_core.errors import ConfigError
 from rl_core.model import ModelSpec
 from rl_core.plugins import AlgorithmPlugin, ModelNeed
 from rl_launch.backends import backends_of
+from rl_launch.recipes import source_name
 from rl_launch.root_config import POLICY
 from rl_launch.run_config.plan import RunPlan
 from rl_launch.run_config.reading import read_plan
@@ -84,4 +85,4 @@ def served_folder(plan: RunPlan, recipe: str) -> Path:
         plan: Its plan.
         recipe: Name of its recipe, or a YAML file.
     """
-    return Path(plan.config.run_dir or f"runs/{Path(recipe).stem}-tinker").expanduser()
+    return Path(plan.config.run_dir or f"runs/{source_name(recipe)}-tinker").expanduser()

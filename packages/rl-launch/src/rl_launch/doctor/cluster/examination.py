@@ -27,6 +27,7 @@ from rl_launch.doctor.cluster.probes import Probes
 from rl_launch.doctor.cluster.survey import AllReduce, ClusterNode, Survey
 from rl_launch.doctor.findings import Report
 from rl_launch.doctor.needs import needs_of_plan
+from rl_launch.recipes import source_name
 from rl_launch.run_config.inputs import model_names
 from rl_launch.run_config.plan import RunPlan
 from rl_launch.run_config.reading import read_plan
@@ -111,7 +112,7 @@ def examine_cluster(
             survey.rates, survey.broken = measure_transfers(probes, survey.nodes, seconds=transfer_s)
             survey.all_reduce = _all_reduce(plan, cluster, survey, probes, chosen, timeout_s)
     findings = tuple(judged(survey))
-    report = Report(Path(recipe).stem, survey.device.name, findings, place="on this cluster")
+    report = Report(source_name(recipe), survey.device.name, findings, place="on this cluster")
     return ClusterReport(report, survey)
 
 
