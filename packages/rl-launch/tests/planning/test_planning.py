@@ -86,6 +86,7 @@ def test_an_unknown_device_is_refused_with_those_that_are_known():
         accelerator_named("h1000")
     assert accelerator_of("NVIDIA H100 80GB HBM3").name == "h100"
     assert accelerator_of("NVIDIA A100-SXM4-80GB").name == "a100"
+    assert accelerator_of("NVIDIA H100 PCIe").name == "h100-pcie"
     assert accelerator_of("Some GPU") is None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,15 +23,23 @@ MEMORY = 0.78
 """Share of `memory_rate` that kernels reach which only move data."""
 LINKS = 0.8
 """Share of the rate of links that large collectives reach."""
-NODE_LATENCY, NETWORK_LATENCY = 15e-6, 50e-6
-"""Seconds that a collective takes next to its bytes, of ranks of one node and of several."""
+NODE_LATENCY, NETWORK_LATENCY = 5e-6, 50e-6
+"""Seconds that a collective takes next to its bytes each time that the number of its ranks doubles: within a node, and
+of the nodes."""
 LAUNCH_SECONDS = 53e-6
 """Seconds of the host for each operation of a layer that is not captured in a graph, with the code around it; measured
 on one H100 (`benchmarks/results/gpu_check.md`)."""
 DECODE_MEMORY = 0.6
-"""The same of an engine's decoding steps, whose kernels are many and small."""
-DECODE_SECONDS = 4e-3
+"""Share of `memory_rate` that an engine's decoding reaches for keys, values and experts, whose kernels are many and
+small."""
+DECODE_SECONDS = 1.5e-3
 """Seconds of an engine for each decoding step next to its kernels: scheduling, sampling and the start of a graph."""
+TOKEN_SECONDS = 20e-6
+"""Seconds of an engine for each token of a decoding step; the process in front of vLLM takes them
+(`benchmarks/results/generation_front.md`)."""
+OVERLAP_SLOWDOWN = 0.19
+"""Share by which kernels are slower next to an exchange, as measured on A100 and H100
+(https://arxiv.org/abs/2507.03114)."""
 DISK_RATE = 2 * GB
 """Bytes per second that a node writes to the disk of checkpoints."""
 
@@ -50,6 +59,7 @@ class Accelerator:
         network_rate: Bytes per second that it sends to other nodes.
         host_rate: Bytes per second to and from the host's memory.
         products_share: Share of `flops` that large matrix products reach, less where power limits them.
+        joined: Devices that the links within a node join where these reach further than a node; else 1.
     """
 
     name: str
@@ -62,6 +72,7 @@ class Accelerator:
     network_rate: float
     host_rate: float
     products_share: float
+    joined: int = 1
 
     def link_rate(self, ranks: int, ranks_per_node: int, *, of_node: int = 1) -> float:
         """Return the bytes per second that each rank receives in a collective of large tensors.
@@ -77,7 +88,8 @@ class Accelerator:
 
     def latency(self, ranks: int, ranks_per_node: int) -> float:
         """Return the seconds that a collective of so many neighbouring ranks takes next to its bytes."""
-        return NODE_LATENCY if ranks <= ranks_per_node else NETWORK_LATENCY
+        nodes = max(1.0, ranks / ranks_per_node)
+        return NODE_LATENCY * math.log2(ranks / nodes) + NETWORK_LATENCY * math.log2(nodes)
 
 
 @cache
@@ -96,6 +108,7 @@ def accelerators() -> Mapping[str, Accelerator]:
             row["network_gb_per_s"] * GB,
             row["host_gb_per_s"] * GB,
             row["products_share"],
+            row.get("joined", 1),
         )
         for name, row in table.items()
     }
@@ -117,8 +130,8 @@ def accelerator_named(name: str) -> Accelerator:
 
 def accelerator_of(driver_name: str) -> Accelerator | None:
     """Return the device that the driver gives this name; None if its rates are not known."""
-    for each in accelerators().values():
-        words = each.driver_words.split()
-        if words and all(re.search(rf"\b{word}\b", driver_name) for word in words):
-            return each
-    return None
+    found = {each: each.driver_words.split() for each in accelerators().values()}
+    named = [
+        each for each, words in found.items() if words and all(re.search(rf"\b{word}\b", driver_name) for word in words)
+    ]
+    return max(named, key=lambda each: len(found[each]), default=None)

@@ -157,17 +157,27 @@ def whole_parameters(size: ModelSize, layout: RankLayout) -> float:
     return size.dense_of_stage(layout.pipeline) / layout.tensor + experts
 
 
+def _whole_layer(size: ModelSize, shape: Shape, layout: RankLayout) -> float:
+    """Return the parameters of a rank's layer before it is sharded."""
+    dense, sparse = size.layers / shape.layers, size.experts / max(1, shape.layers - shape.dense_layers)
+    return dense / layout.tensor + sparse / layout.expert_ranks
+
+
+def layers_of_unit(size: ModelSize, shape: Shape, layout: RankLayout, itemsize: int) -> float:
+    """Return the layers of a rank that are gathered together."""
+    if shape.experts:
+        return 1.0
+    layer, here = _whole_layer(size, shape, layout) * itemsize, shape.layers // layout.pipeline
+    return max(1.0, min(UNIT_BYTES // max(1.0, layer), here // 4))
+
+
 def gathered_bytes(size: ModelSize, shape: Shape, layout: RankLayout, itemsize: int, *, trained: ModelSize) -> float:
     """Return the bytes of gathered layers, of the ends of the model and of their gradients, which exist at one time
     if layers are shards. A single rank has copies of them if it computes in another dtype than it keeps."""
     if not layout.is_sharded or (layout.data * layout.context == 1 and itemsize == WIDE_BYTES):
         return 0.0
-    dense, sparse = size.layers / shape.layers, size.experts / max(1, shape.layers - shape.dense_layers)
-    layer = dense / layout.tensor + sparse / layout.expert_ranks
+    layer = _whole_layer(size, shape, layout) * layers_of_unit(size, shape, layout, itemsize)
     ahead = 2
-    if not shape.experts:
-        here = shape.layers // layout.pipeline
-        layer *= max(1, min(UNIT_BYTES // max(1.0, layer * itemsize), here // 4))
     ends = (size.dense_of_stage(layout.pipeline) - size.layers / layout.pipeline) / layout.tensor
     grads = (itemsize + WIDE_BYTES) * trained.count / size.count
     return layer * ((1 + ahead) * itemsize + 2 * grads) + ends * (itemsize + grads)
