@@ -285,6 +285,11 @@ def _check_shown(algorithm: str) -> None:
     """
     plugin = algorithm_named(algorithm)
     if type(implementation_of(plugin)).row_reader is Algorithm.row_reader:
+        if not plugin.trains:
+            raise ConfigError(
+                f"algorithm: {plugin.name} has no training rows to show. Name the recipe or run that it evaluates; "
+                "leaks into its tasks are found by rl eval RUN --tasks TASK --contamination"
+            )
         raise ConfigError(
             f"algorithm: rows of {plugin.name} cannot be shown, because it defines no `row_reader`. Use another "
             "algorithm"
