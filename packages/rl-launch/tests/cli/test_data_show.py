@@ -194,7 +194,9 @@ def test_what_does_not_exist_is_named():
     )
     assert "--row: got 4; chats.jsonl has 3 rows" in refusal("chats.jsonl", "--row", "4")
     assert "--algorithm: got 'grop'; did you mean grpo" in refusal("chats.jsonl", "--algorithm", "grop")
-    assert "evaluation has no training rows to show. Name the recipe or run" in refusal("chats.jsonl", "--algorithm", "evaluation")
+    assert "evaluation has no training rows to show. Name the recipe or run" in refusal(
+        "chats.jsonl", "--algorithm", "evaluation"
+    )
     assert "--algorithm" in refusal("sft-arithmetic", "--algorithm", "grpo")
 
 
