@@ -19,9 +19,10 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from measurement import median, read_metrics, rl_command, run_logged, surroundings, table
+from measurement import read_metrics, rl_command, run_logged, surroundings, table
 
 APART = (
     "policy.model_name=tiny-arithmetic",

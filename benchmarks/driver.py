@@ -22,10 +22,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any, TypeVar
 
 import numpy as np
-from measurement import median, seconds, surroundings, table
+from measurement import seconds, surroundings, table
 
 from rl_algos.data.stream import Stream
 from rl_algos.grpo.config import GRPOConfig

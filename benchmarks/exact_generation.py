@@ -17,10 +17,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 import torch
-from measurement import ModelSize, make_endless_model, median, num_parameters, seconds, surroundings, table
+from measurement import ModelSize, make_endless_model, num_parameters, seconds, surroundings, table
 
 from rl_algos.losses.policy import PolicyLoss
 from rl_core.data.batch import Batch

@@ -29,11 +29,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import yaml
 from families import engine
-from measurement import median, read_metrics, rl_command, sums_data, surroundings, write_sums
+from measurement import read_metrics, rl_command, sums_data, surroundings, write_sums
 from served_models import SYNC_SIZES, one_line, write_served
 
 HERE = Path(__file__)

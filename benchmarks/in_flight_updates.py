@@ -19,10 +19,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 import psutil
-from measurement import ModelSize, make_endless_model, median, surroundings, table
+from measurement import ModelSize, make_endless_model, surroundings, table
 
 from rl_algos.losses.policy import PolicyLoss
 from rl_algos.tokenizer import load_tokenizer

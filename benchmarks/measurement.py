@@ -7,7 +7,6 @@ import json
 import math
 import os
 import platform
-import statistics
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -139,11 +138,8 @@ def _save(folder: Path, weights: dict[str, Any]) -> None:
 
 
 def num_parameters(folder: Path) -> int:
-    """Number of parameters of the model in a folder, from the header of its weights."""
-    with (folder / "model.safetensors").open("rb") as file:
-        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    shapes = [tensor["shape"] for name, tensor in header.items() if name != "__metadata__"]
-    return sum(_product(shape) for shape in shapes)
+    """Return the number of parameters of the model in a folder."""
+    return sum(weight.size for weight in _load(folder).values())
 
 
 def write_sums(path: Path, count: int) -> None:
@@ -207,25 +203,12 @@ def surroundings(*distributions: str) -> str:
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A Markdown table, the first column left-aligned, the others right-aligned."""
-    lines = [list(head), *(list(row) for row in rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
-    texts = [
-        "| "
-        + " | ".join(
-            _padded(cell, width, column) for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-        )
-        + " |"
-        for line in lines
-    ]
-    rule = (
-        "|" + "|".join("-" * (width + 1) + ("-" if column == 0 else ":") for column, width in enumerate(widths)) + "|"
-    )
-    return "\n".join([texts[0], rule, *texts[1:]])
-
-
-def median(values: Iterable[float]) -> float:
-    """Median of at least one value."""
-    return statistics.median(values)
+    lines = [head, *rows]
+    first, *others = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    form = "| " + " | ".join([f"{{:<{first}}}", *(f"{{:>{width}}}" for width in others)]) + " |"
+    rule = "|" + "|".join(["-" * (first + 2), *("-" * (width + 1) + ":" for width in others)]) + "|"
+    shown = [form.format(*line) for line in lines]
+    return "\n".join([shown[0], rule, *shown[1:]])
 
 
 def seconds(value: float) -> str:
@@ -233,19 +216,8 @@ def seconds(value: float) -> str:
     return f"{value:.3f}" if value < 10 else f"{value:.1f}"
 
 
-def _padded(cell: str, width: int, column: int) -> str:
-    return cell.ljust(width) if column == 0 else cell.rjust(width)
-
-
 def _processor() -> str:
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return platform.machine()
-
-
-def _product(shape: Sequence[int]) -> int:
-    product = 1
-    for extent in shape:
-        product *= extent
-    return product

@@ -15,9 +15,10 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from statistics import median
 
 import numpy as np
-from measurement import median, surroundings, table
+from measurement import surroundings, table
 
 from rl_algos.rollouts.recorded import TurnsRecorder
 from rl_core.rollouts.group import parts_of

@@ -33,7 +33,6 @@ PAGE_PATH = Path(__file__).parent / "results" / "rope_types.md"
 ORIGINAL, POSITIONS = 32, 128
 """Length that frequencies are scaled from, and number of positions of the model."""
 LONG = (3, 17, 40, 64, 120)
-SHORT = (3, 17, 30)
 
 PAGE = """\
 # Types of rotary embeddings

@@ -19,8 +19,9 @@ import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
+from statistics import median
 
-from measurement import median, rl_command, seconds, surroundings, table
+from measurement import rl_command, seconds, surroundings, table
 from processor_time import KINDS, processor_seconds
 
 RECIPES = ("sft-arithmetic", "grpo-arithmetic")

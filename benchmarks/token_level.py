@@ -18,10 +18,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 from driver import STEP, MeasuredRun, measured_steps
-from measurement import median, surroundings, table
+from measurement import surroundings, table
 
 from rl_core.data.batch import Batch
 from rl_core.devices import device_named

@@ -15,10 +15,11 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import ray
-from measurement import median, surroundings, table
+from measurement import surroundings, table
 
 from rl_core.tracing import spans
 from rl_core.tracing.spans import Span, SpanReport, machine_clock

@@ -37,7 +37,7 @@ def check(setup: Setup, report: Report) -> None:
     check_rounds(PLUGIN, setup, report)
 
 
-def check_rounds(plugin: BackendPlugin, setup: Setup, report: Report, rounds: int = ROUNDS, kind: str = "") -> None:
+def check_rounds(plugin: BackendPlugin, setup: Setup, report: Report, rounds: int = ROUNDS) -> None:
     """Offload and onload after a step: memory is freed and taken alike each time, and all comes back bit for bit."""
     name, shape = next(iter(setup.models.items()))
     batch = batch_of([setup.pick(16, 512)] * 4, shape.vocab)
@@ -46,20 +46,20 @@ def check_rounds(plugin: BackendPlugin, setup: Setup, report: Report, rounds: in
         first = numbers(worker.train_step(batch, NextToken()))["loss"]
         before = kept_digests(worker)
         num_bytes = sum(tensor.nbytes for tensor in kept_tensors(worker))
-        with report.attempt(f"{kind}{name}, {rounds} rounds"):
-            _rounds(setup, report, worker, num_bytes, rounds, kind)
+        with report.attempt(f"{name}, {rounds} rounds"):
+            _rounds(setup, report, worker, num_bytes, rounds)
         changed = num_different(before, kept_digests(worker))
         report.holds(
-            f"{kind}parameters and optimizer state come back",
+            "parameters and optimizer state come back",
             "digests before the first round",
             changed == 0,
             f"{changed} of {len(before)} tensors differ",
         )
         last = numbers(worker.train_step(batch, NextToken()))["loss"]
-        report.holds(f"{kind}training goes on", "the loss before", last < first, f"{first:.3f} to {last:.3f}")
+        report.holds("training goes on", "the loss before", last < first, f"{first:.3f} to {last:.3f}")
 
 
-def _rounds(setup: Setup, report: Report, worker: TrainingWorker, num_bytes: int, rounds: int, kind: str) -> None:
+def _rounds(setup: Setup, report: Report, worker: TrainingWorker, num_bytes: int, rounds: int) -> None:
     accelerator = setup.accelerator
     started_with = accelerator.used_bytes()
     away, back, host, taken = [], [], [], []
@@ -78,9 +78,9 @@ def _rounds(setup: Setup, report: Report, worker: TrainingWorker, num_bytes: int
     gigabytes = num_bytes / 1e9
     expected = setup.chip and setup.chip.host_bytes / 1e9
     for name, seconds in zip(("offload", "onload"), taken[-1], strict=True):
-        report.speed(f"{kind}{name}", "GB/s", gigabytes / seconds, expected, "PCIe 5")
+        report.speed(name, "GB/s", gigabytes / seconds, expected, "PCIe 5")
     report.figures(
-        f"{kind}{gigabytes:.2f} GB of parameters and optimizer state",
+        f"{gigabytes:.2f} GB of parameters and optimizer state",
         ("round", "offload, GB/s", "onload, GB/s", "device away, GB", "device back, GB", "host, GB"),
         [
             (
@@ -94,21 +94,15 @@ def _rounds(setup: Setup, report: Report, worker: TrainingWorker, num_bytes: int
             for index in sorted({0, 1, rounds // 2, rounds - 1})
         ],
     )
-    report.within(
-        f"{kind}host memory grows, MB", "the second round", (host[-1] - host[1]) / 1e6, MOST_HOST_GROWTH / 1e6
-    )
+    report.within("host memory grows, MB", "the second round", (host[-1] - host[1]) / 1e6, MOST_HOST_GROWTH / 1e6)
     if not accelerator.measures_memory:
-        report.skip(f"{kind}device memory", "host memory is the device's")
+        report.skip("device memory", "host memory is the device's")
         return
     freed = (started_with - away[0]) / num_bytes
-    report.holds(
-        f"{kind}memory freed", "bytes that left", freed >= LEAST_FREED, f"{freed:.0%} (at least {LEAST_FREED:.0%})"
-    )
+    report.holds("memory freed", "bytes that left", freed >= LEAST_FREED, f"{freed:.0%} (at least {LEAST_FREED:.0%})")
     for what, used in (("away", away), ("back", back)):
         growth = (max(used[1:]) - used[1]) / 1e6
-        report.within(
-            f"{kind}device memory {what} grows, MB", "mem_get_info in the second round", growth, MOST_GROWTH / 1e6
-        )
+        report.within(f"device memory {what} grows, MB", "mem_get_info in the second round", growth, MOST_GROWTH / 1e6)
 
 
 def _host_bytes() -> int:

@@ -29,13 +29,13 @@ def check(setup: Setup, report: Report) -> None:
     check_resume(PLUGIN, setup, report)
 
 
-def check_resume(plugin: BackendPlugin, setup: Setup, report: Report, kind: str = "") -> None:
+def check_resume(plugin: BackendPlugin, setup: Setup, report: Report) -> None:
     """Parameters and optimizer state are restored bit for bit, and the next step equals that of the original run."""
     name, shape = next(iter(setup.models.items()))
     batch = batch_of([setup.pick(16, 512)] * 4, shape.vocab)
     config = config_of(setup.folder(shape, dtype="bfloat16"), 512, **packed(setup.pick(64, 2048)))
     path = setup.workspace / f"checkpoint-{plugin.name}"
-    with report.attempt(f"{kind}{name}"):
+    with report.attempt(name):
         with open_worker(plugin, config, setup) as worker:
             worker.train_step(batch, NextToken())
             num_bytes = sum(tensor.nbytes for tensor in kept_tensors(worker))
@@ -54,22 +54,15 @@ def check_resume(plugin: BackendPlugin, setup: Setup, report: Report, kind: str 
             found = numbers(worker.train_step(batch, NextToken()))
         changed = num_missing(saved, restored)
         report.holds(
-            f"{kind}parameters and optimizer state",
-            "digests when saved",
-            changed == 0,
-            f"{changed} of {len(saved)} differ",
+            "parameters and optimizer state", "digests when saved", changed == 0, f"{changed} of {len(saved)} differ"
         )
         same = found["loss"] == expected["loss"]
         report.holds(
-            f"{kind}loss of the next step", "the run that went on", same, f"{found['loss']!r} and {expected['loss']!r}"
+            "loss of the next step", "the run that went on", same, f"{found['loss']!r} and {expected['loss']!r}"
         )
         difference = abs(found["grad_norm"] - expected["grad_norm"]) / expected["grad_norm"]
-        report.within(
-            f"{kind}gradient norm of the next step", "the run that went on", difference, BOUNDS["bfloat16"][0]
-        )
+        report.within("gradient norm of the next step", "the run that went on", difference, BOUNDS["bfloat16"][0])
         report.figures(
-            f"{kind}checkpoint of {num_bytes / 1e9:.2f} GB",
-            ("save, s", "load, s"),
-            [(f"{save_s:.2f}", f"{load_s:.2f}")],
+            f"checkpoint of {num_bytes / 1e9:.2f} GB", ("save, s", "load, s"), [(f"{save_s:.2f}", f"{load_s:.2f}")]
         )
     shutil.rmtree(path, ignore_errors=True)

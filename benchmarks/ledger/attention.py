@@ -7,18 +7,17 @@ import torch
 from ledger.costs import Costs
 from ledger.counter import CostCounter
 from rl_core.torch.training.flops import AttentionShape
-from rl_dtensor.model.kernels import Attend, Softmax, varlen
+from rl_dtensor.model.kernels import Softmax, varlen
 from rl_dtensor.model.layout import Segment, Segments
 
 
-def attention_costs(shape: AttentionShape, num_key_heads: int, num_tokens: int, attend: Attend | None = None) -> Costs:
-    """Costs of attention over one row, forward and backward; all that is not the kernel itself is a copy.
+def attention_costs(shape: AttentionShape, num_key_heads: int, num_tokens: int) -> Costs:
+    """Return the costs of flash attention over one row, both passes; all that is not the kernel itself is a copy.
 
     Args:
         shape: Heads of queries.
         num_key_heads: Number of heads of keys and values.
         num_tokens: Number of tokens of the row.
-        attend: Computes it; torch's flash attention if None.
     """
     device = torch.device("meta")
     heads = ((shape.num_heads, shape.key_dim), (num_key_heads, shape.key_dim), (num_key_heads, shape.value_dim))
@@ -28,6 +27,6 @@ def attention_costs(shape: AttentionShape, num_key_heads: int, num_tokens: int, 
     )
     segments = Segments([Segment((0, num_tokens), (0, num_tokens))], device)
     with CostCounter(device.type) as counter:
-        out = (attend or varlen())(query, key, value, segments, Softmax())
+        out = varlen()(query, key, value, segments, Softmax())
         out.backward(torch.empty_like(out))
     return counter.costs

@@ -38,7 +38,12 @@ def test_fields_that_do_not_determine_the_size_are_not_guessed(fields):
 
 def test_one_end_of_the_model_is_on_the_largest_pipeline_stage():
     size = ModelSize(layers=80, embedding=5, head=5)
-    assert [size.dense_of_stage(stages) for stages in (1, 8)] == [90, 15]
+    assert [size.dense_of_rank(stages, 1) for stages in (1, 8)] == [90, 15]
+
+
+def test_tensor_parallel_ranks_have_a_whole_vision_tower_which_only_the_first_stage_has():
+    size = ModelSize(layers=80, embedding=5, head=30, vision=20)
+    assert [size.dense_of_rank(stages, 2) for stages in (1, 8)] == [40 + 37.5, 5 + 22.5]
 
 
 FIELDS = {

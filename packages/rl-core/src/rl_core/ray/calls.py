@@ -202,12 +202,12 @@ def stalled(timeout_s: float, origin: FailureOrigin, *, num_others: int = 0) -> 
     return WorkerStalled(f"no answer within {timeout_s:g} s{others}", origin)
 
 
-def await_decision(actor_id: str | None, patience_s: float = DECISION_S) -> str:
+def await_decision(actor_id: str | None) -> str:
     """Wait until Ray has declared an unreachable actor dead, and return its reason; empty if it has not in time.
 
     Workers that are restarted before that would be placed on the lost node.
     """
-    end = time.monotonic() + patience_s
+    end = time.monotonic() + DECISION_S
     while actor_id is not None and time.monotonic() < end:
         found = actor_states(actor_id)
         if not found or found["State"] == "DEAD":

@@ -6,14 +6,10 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from rl_core.errors import RLError
 from rl_core.rollouts.rollout import Message
-
-JudgeKind = Literal["reward_model", "generator", "endpoint"]
-"""Kind of a judge: a model with a score for a conversation, a language model in an engine of the run, or one behind a
-URL."""
 
 
 class JudgeFailed(RLError):

@@ -11,7 +11,6 @@ import importlib
 import os
 import select
 import socket
-import struct
 import sys
 from dataclasses import replace
 
@@ -32,8 +31,6 @@ from rl_envs.sandbox.kernel import syscalls
 from rl_envs.sandbox.processes import ProcessTable, delegated
 from rl_envs.sandbox.program import Isolation, write_frame
 from rl_envs.sandbox.scratch import sweep
-
-_DESCRIPTOR = struct.Struct("=i")
 
 
 def main(control: int, isolation: Isolation, python_path: tuple[str, ...], commands: tuple[str, ...] = ()) -> None:

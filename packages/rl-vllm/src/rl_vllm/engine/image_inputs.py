@@ -41,13 +41,6 @@ class ProcessedImage(NamedTuple):
     token_ids: list[int]
     is_embed: torch.Tensor | None
 
-    @property
-    def embedded_ids(self) -> set[int]:
-        """Ids of the tokens that embeddings replace."""
-        if self.is_embed is None:
-            return set(self.token_ids)
-        return {token for token, is_image in zip(self.token_ids, self.is_embed.tolist(), strict=True) if is_image}
-
 
 class ImageInputs:
     """Makes the prompts of requests with images; called outside the event loop, from one thread or several.

@@ -164,7 +164,7 @@ class RewardWatch:
         )
 
 
-def commonest(groups: Iterable[RolloutGroup], number: int = _MAX_RESPONSES) -> list[tuple[str, int]]:
+def commonest(groups: Iterable[RolloutGroup]) -> list[tuple[str, int]]:
     """Return the most frequent last turns of rollouts, shortened, with their counts; none if the records are lost."""
     found: Counter[str] = Counter()
     try:
@@ -175,7 +175,7 @@ def commonest(groups: Iterable[RolloutGroup], number: int = _MAX_RESPONSES) -> l
                     found[text if len(text) <= _MAX_CHARACTERS else f"...{text[-_MAX_CHARACTERS:]}"] += 1
     except RLError:
         return []
-    return found.most_common(number)
+    return found.most_common(_MAX_RESPONSES)
 
 
 class IgnoredFieldsWatch:

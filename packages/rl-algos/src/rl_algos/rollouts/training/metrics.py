@@ -18,8 +18,6 @@ from rl_core.rollouts.rollout import Thinking
 
 PREFIX = "ignored/"
 """Prefix of the entries of `Rollout.info` for fields that an agent has set."""
-_OF_WORKERS = (PREFIX, "thinking/", "compaction/")
-"""Prefixes of entries that rollout workers add."""
 
 REFILLED = "refilled"
 """Field in `Rollout.info` of a rollout that began again because its infrastructure had failed: how often it did."""
