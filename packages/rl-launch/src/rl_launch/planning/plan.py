@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 from rl_core.devices import CPU, CUDA, Device, device_named
@@ -170,8 +172,15 @@ class Plan:
         """True if every phase fits a device; None if that is not known."""
         if self.capacity is None or not self.usages or any(role.rank is None for role in self.roles):
             return None
-        is_served = self.engine is None or (self.engine.weights < self.capacity and not self.problems)
-        return is_served and all(usage.total <= self.capacity for usage in self.usages)
+        return self.serves and all(usage.total <= self.capacity for usage in self.usages)
+
+    @property
+    def serves(self) -> bool:
+        """True if the engine, if there is one, has room for its weights and for the longest row."""
+        if self.engine is None or self.capacity is None:
+            return True
+        taken = max(usage.total for usage in self.usages if usage.role == GENERATION)
+        return taken <= self.capacity and not self.problems
 
     @property
     def step_seconds(self) -> float:
@@ -290,6 +299,12 @@ def fields_of(model: Any) -> tuple[dict[str, Any], str]:
     return {}, ""
 
 
+@lru_cache(maxsize=16)
+def _shape(fields: str) -> Shape | None:
+    # A search plans the same models thousands of times.
+    return Shape.of(json.loads(fields))
+
+
 def _launch_seconds(accelerator: Accelerator) -> float:
     # A core computes what it launches itself.
     return LAUNCH_SECONDS / 2 if accelerator.name == CPU_NAME else LAUNCH_SECONDS
@@ -311,7 +326,7 @@ def _role(role: str, model: ModelBackend, topology: Topology, device: Device, ac
         ranks_per_node=own.ranks,
     )
     fields, source = fields_of(config)
-    shape = Shape.of(fields) if fields else None
+    shape = _shape(json.dumps(fields))
     size = shape.size if shape is not None else None
     if size is None and not config.hf_config_overrides:
         source, size = "its name", size_of_name(config.model_name)
@@ -417,7 +432,7 @@ def _engine(plan: RunPlan, topology: Topology, device: Device) -> EngineRank | N
     if generation is None or topology.num_servers:
         return None
     fields, _ = fields_of(generation.model)
-    shape = Shape.of(fields) if fields else None
+    shape = _shape(json.dumps(fields))
     size = shape.size if shape is not None else size_of_name(generation.model.model_name)
     if size is None:
         return None
