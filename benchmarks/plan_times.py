@@ -6,8 +6,8 @@ The policy's worker of each recipe trains steps in this process, on one core, wi
 does not depend on what else the machine does, unlike the seconds that a run records.
 
 With --runs, whole runs of GRPO follow, with generation by vLLM on a core of its own: seconds of a step beside the plan
-with the factors that the first run taught, and a run with rollouts ahead of training beside what is simulated from the
-first run. They need an idle machine.
+with the factors that the first run taught, and each run with rollouts ahead of training beside what is simulated from
+the one without. They need an idle machine.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ RUNS = (
 )
 """Runs of `grpo-arithmetic`; the first one teaches."""
 AHEAD = ("grpo.async_grpo.enabled=true", "loss_fn.importance.high=2")
-"""The first run with rollouts one step ahead of training."""
+"""Rollouts one step ahead of training."""
 
 
 def trained(overrides: tuple[str, ...], folder: Path, steps: int) -> tuple[RunFolder, Plan, float]:
@@ -115,18 +115,19 @@ def runs(steps: int, count: int) -> list[tuple[str, ...]]:
             planned = plan.step_seconds
             if place == 0:
                 learn(run, plan)
-                facts, planned = RunFacts.of_run(run, plan), took
-            rows.append((" ".join(("grpo-arithmetic", *overrides)), took, planned))
-        _, _, took = trained(AHEAD, Path(home) / "ahead", steps)
-        simulated = next(case.found.step_seconds for case in cases(facts) if case.name == "staleness 1")
-        rows.append((f"grpo-arithmetic {AHEAD[0]}, simulated from the first", took, simulated))
+                planned = took
+            name = " ".join(("grpo-arithmetic", *overrides))
+            rows.append((name, took, planned))
+            _, _, ahead = trained((*overrides, *AHEAD), Path(home) / f"{place}-ahead", steps)
+            simulated = (case for case in cases(RunFacts.of_run(run, plan)) if case.name == "staleness 1")
+            rows.append((f"the same with {AHEAD[0]}, simulated", ahead, next(simulated).found.step_seconds))
     return [(name, f"{took:.2f}", f"{planned:.2f}", f"{planned / took:.2f}") for name, took, planned in rows]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="see that it runs: two recipes")
-    parser.add_argument("--runs", action="store_true", help="whole runs of GRPO too: ten minutes")
+    parser.add_argument("--runs", action="store_true", help="whole runs of GRPO too: five minutes")
     given = parser.parse_args()
     quick = given.quick
     os.environ["OMP_NUM_THREADS"] = "1"

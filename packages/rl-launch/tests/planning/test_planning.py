@@ -20,7 +20,7 @@ from rl_launch.planning.planned_steps import PhaseMemory, PlannedSteps
 from rl_launch.planning.shapes import Shape, published_fields
 from rl_launch.planning.simulation import Engines, Faults, Setting, SimulatedSteps, best_save_seconds, goodput, simulate
 from rl_launch.planning.text import lines
-from rl_launch.planning.what_if import RunFacts, cases
+from rl_launch.planning.what_if import RunFacts, cases, simulated
 from rl_launch.planning.workload import Lengths
 from rl_launch.recipes import recipe_names
 from rl_launch.run_config.reading import read_plan
@@ -261,24 +261,57 @@ def test_a_run_without_common_phases_teaches_nothing(tmp_path, monkeypatch):
         learn(run, planned("sft-squad"))
 
 
-def test_a_run_as_it_was_takes_its_own_time_in_the_simulation(tmp_path):
-    rows = [
-        {"step": step, "time/generation": 12.0, "time/weight_sync": 1.0, "time/training": 7.0, "time/step": 20.0}
-        for step in range(1, 6)
-    ]
-    run = run_with(tmp_path, *rows)
+LENGTHS = [10, 20, 20, 40, 80, 400]
+"""Tokens of the rollouts of a step."""
+
+
+def run_with_rollouts(folder, **row):
+    """A run of five steps that all took what the row says."""
+    run = run_with(folder, *({"step": step, "time/weight_sync": 1.0, **row} for step in range(1, 6)))
     (run.path / "rollouts").mkdir()
-    lengths = [10, 20, 20, 40, 80, 400]
     for step in range(1, 4):
-        written = (json.dumps({"num_sampled": length}) + "\n" for length in lengths)
+        written = (json.dumps({"num_sampled": length}) + "\n" for length in LENGTHS)
         (run.path / "rollouts" / f"step_{step}.jsonl").write_text("".join(written))
+    return run
+
+
+def test_a_run_as_it_was_takes_its_own_time_in_the_simulation(tmp_path):
+    run = run_with_rollouts(tmp_path, **{"time/generation": 12.0, "time/training": 7.0, "time/step": 20.0})
     facts = RunFacts.of_run(run, planned("grpo-math-1b"))
-    assert facts.lengths == tuple(lengths * 3)
+    assert facts.lengths == tuple(LENGTHS * 3)
     assert (facts.train_seconds, facts.update_seconds, facts.is_shared) == (7.0, 1.0, True)
     found = {case.name: case.found.step_seconds for case in cases(facts)}
     assert found["synchronous"] == pytest.approx(20.0, rel=0.1)
-    assert found["completions twice as long, synchronous"] == pytest.approx(40.0, rel=0.15)
-    assert found["half of all devices, synchronous"] > 20.0
+    # Rows have prompts too, which do not grow.
+    grown = (facts.prompt + 2 * facts.completion) / (facts.prompt + facts.completion)
+    assert found["completions twice as long, synchronous"] == pytest.approx(2 * 12 + grown * 7 + 1, rel=0.1)
+    assert found["half of all devices, synchronous"] == pytest.approx(2 * 12 + 2 * 7 + 1, rel=0.1)
+
+
+def test_a_run_with_rollouts_ahead_of_training_says_how_long_it_generates_by_its_idle_replicas(tmp_path):
+    ahead = {"idle/trainer": 0.0, "idle/generators": 0.25}
+    run = run_with_rollouts(tmp_path, **ahead, **{"time/generation": 0.0, "time/step": 20.0})
+    facts = RunFacts.of_run(run, planned("grpo-math-1b"))
+    assert (facts.train_seconds, facts.generation_seconds) == (19.0, 15.0)
+
+
+def test_a_plan_is_simulated_with_lengths_of_its_mean_and_maximum(tmp_path):
+    plan = planned("grpo-math-1b", lengths=Lengths(100, 300))
+    facts = RunFacts.of_plan(plan)
+    assert facts.completion == pytest.approx(300, rel=0.01)
+    assert max(facts.lengths) <= plan.work.longest
+    assert next(cases(facts)).found.step_seconds == pytest.approx(plan.step_seconds, rel=0.1)
+    run = run_with_rollouts(tmp_path)
+    found = simulated(plan, run, has_times=False)
+    assert found.source == f"the planned times and 18 rollouts of {run.path}, 1 replicas of 256 slots"
+    assert len(found.as_json()["cases"]) == len(found.cases) == len(list(found.lines())) - 3
+
+
+def test_what_cannot_be_simulated_says_why(tmp_path):
+    run = run_with(tmp_path, {"step": 1})
+    found = simulated(planned("grpo-math-1b"), run, has_times=True)
+    assert list(found.lines()) == ["", f"Not simulated: {run.path} has no rollouts to simulate from."]
+    assert "generates nothing" in simulated(planned("sft-squad"), None, has_times=False).problem
 
 
 def test_simulated_steps_of_equal_lengths_take_what_a_clock_says():

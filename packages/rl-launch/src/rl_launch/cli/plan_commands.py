@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import asdict
 from typing import Annotated
 
 from rl_launch.cli.failure import reported
@@ -23,11 +24,14 @@ def plan(
     ] = None,
     prompt_tokens: Annotated[float | None, option("--prompt-tokens", "Mean tokens of a prompt.", min=1)] = None,
     run: Annotated[
-        str, option("--from", "Take lengths and times from a run, and simulate what else it could do.", "RUN")
+        str, option("--from", "Take lengths from a run, and times too if its own config is planned.", "RUN")
     ] = "",
     learn: Annotated[bool, option("--learn", "Correct later plans on this device by the times of that run.")] = False,
     verify: Annotated[
         bool, option("--verify", "Count on the model's real layers too, in the worker's environment. Takes a minute.")
+    ] = False,
+    what_if: Annotated[
+        bool, option("--what-if", "Simulate other replicas, staleness, lengths and devices. Comes with --from.")
     ] = False,
     search: Annotated[bool, option("--search", "List the fastest layouts on the same devices.")] = False,
     as_json: AsJson = False,
@@ -41,7 +45,8 @@ def plan(
     "tokens", "tokens_per_second", "cost": NUMBER|null, "factors": {PHASE: NUMBER}, "memory_factors": {PHASE: NUMBER},
     "learned_from": [RUN, ...], "assumptions": [SENTENCE, ...], "problems": [SENTENCE, ...], "change": {"overrides",
     "step_seconds", "remark"}|null, "search": [...], "measured": {"seconds": {PHASE: NUMBER}, "memory": [{"role",
-    "phase", "bytes"}, ...]}|null of a run}.
+    "phase", "bytes"}, ...]}|null of a run, "verified": [{"role", "part", "planned", "counted": NUMBER|null}, ...],
+    "simulation": {"source", "problem", "cases": [{"name", "step_seconds", "idle"}, ...]}|null}.
     """
     with reported():
         from rl_core.errors import ConfigError
@@ -61,12 +66,21 @@ def plan(
             run=run,
             learns=learn,
             verifies=verify,
+            simulates=what_if,
         )
         if as_json:
-            write_json(plain(answer.plan, price=price, change=answer.change, found=answer.found, took=answer.took))
+            found = plain(answer.plan, price=price, change=answer.change, found=answer.found, took=answer.took)
+            verified = [asdict(each) for each in answer.verified]
+            simulation = None if answer.simulation is None else answer.simulation.as_json()
+            write_json({**found, "verified": verified, "simulation": simulation})
             return
         shown = [*lines(answer.plan, price=price, change=answer.change, took=answer.took)]
         if search:
             shown += search_lines(answer.found, answer.plan)
-        shown += answer.further
+        if answer.verified:
+            from rl_launch.commands.verified_plan import lines as verified_lines
+
+            shown += verified_lines(answer.verified)
+        if answer.simulation is not None:
+            shown += answer.simulation.lines()
         sys.stdout.write("\n".join(shown) + "\n")

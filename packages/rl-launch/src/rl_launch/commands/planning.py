@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rl_core.devices import Device
 from rl_core.errors import ConfigError
@@ -21,6 +21,10 @@ from rl_launch.run_config.plan import RunPlan
 from rl_launch.run_config.reading import read_plan
 from rl_launch.run_session.directory.run_folder import RunFolder, is_run
 
+if TYPE_CHECKING:
+    from rl_launch.commands.verified_plan import Verified
+    from rl_launch.planning.what_if import Simulation
+
 NUM_FOUND = 5
 """Number of layouts that a search shows."""
 
@@ -33,14 +37,16 @@ class PlanAnswer(NamedTuple):
         change: Smallest change that fits; None if the plan fits, or nothing that was tried does.
         found: Fastest layouts, if they were asked for.
         took: Seconds and memory of the run that is planned; None if it has not run.
-        further: Counts on real layers and simulated cases of a finished run as lines of text, if they were asked for.
+        verified: Parts of ranks counted on real layers, if they were asked for.
+        simulation: What the run would take in other circumstances; None if nobody asked.
     """
 
     plan: Plan
     change: Change | None
     found: Sequence[Change]
     took: Took | None = None
-    further: Sequence[str] = ()
+    verified: Sequence[Verified] = ()
+    simulation: Simulation | None = None
 
 
 def plan_recipe(
@@ -53,6 +59,7 @@ def plan_recipe(
     run: str = "",
     learns: bool = False,
     verifies: bool = False,
+    simulates: bool = False,
 ) -> PlanAnswer:
     """Plan a recipe.
 
@@ -65,6 +72,7 @@ def plan_recipe(
         run: Run directory whose lengths and times are used; empty for none.
         learns: True to keep the times of that run for later plans.
         verifies: True to count on the model's real layers too.
+        simulates: True to simulate what the run would take in other circumstances, as with `run` if it generates.
 
     Raises:
         ConfigError: If the config is wrong or does not fit the ranks of the device, the device is not known, or the
@@ -92,20 +100,16 @@ def plan_recipe(
     is_own = folder is not None and Path(source).expanduser() == folder.path and not overrides
     change = smallest_change(read, planner) if planned.fits is False else None
     found = fastest(read, planner, num=NUM_FOUND) if searches else ()
-    further: list[str] = []
+    simulation, counted = None, []
     if verifies:
-        from rl_launch.commands.verified_plan import lines as verified
         from rl_launch.commands.verified_plan import verify
 
-        further += verified(verify(read, planned))
-    if run and folder is not None and planned.engine is not None:
-        from rl_launch.planning.what_if import RunFacts, lines
+        counted = verify(read, planned)
+    if simulates or (run and planned.engine is not None):
+        from rl_launch.planning.what_if import simulated
 
-        try:
-            further += lines(RunFacts.of_run(folder, planned))
-        except ConfigError as error:
-            further += ["", f"Not simulated: {error}."]
-    return PlanAnswer(planned, change, found, Took.of(rows) if rows and is_own else None, further)
+        simulation = simulated(planned, folder if rows else None, has_times=is_own)
+    return PlanAnswer(planned, change, found, Took.of(rows) if rows and is_own else None, counted, simulation)
 
 
 def _of_run(rows: Sequence[Mapping[str, Any]], work: Workload, given: Lengths) -> Lengths:

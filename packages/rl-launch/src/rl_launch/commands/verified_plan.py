@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -105,7 +105,7 @@ def _shared(config: ModelConfig) -> dict[str, Any]:
     return {name: value for name, value in plain(config).items() if name in names}
 
 
-def lines(found: list[Verified]) -> Iterator[str]:
+def lines(found: Sequence[Verified]) -> Iterator[str]:
     """Yield the parts as lines of text, those that differ with a mark."""
     yield ""
     yield "Counted on the real layers, GB (planned without fused kernels):"

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, cast
 
 import numpy as np
@@ -46,6 +47,7 @@ class Engines:
         seconds_per_token: Duration of a token of each rollout, whatever else is decoded.
         update_seconds: Duration of a weight update in flight.
         lengths: Tokens of rollouts to draw from; empty for the log-normal ones.
+        seconds_per_rollout: Duration of each rollout besides its tokens.
     """
 
     replicas: int
@@ -55,18 +57,23 @@ class Engines:
     seconds_per_token: float
     update_seconds: float
     lengths: tuple[int, ...] = ()
+    seconds_per_rollout: float = 0.0
+
+    @cached_property
+    def _given(self) -> np.ndarray:
+        return np.asarray(self.lengths)
 
     def tokens(self, seeds: Sequence[int]) -> np.ndarray:
         """Return the tokens of each rollout of a group."""
         if self.lengths:
-            return np.random.default_rng(seeds[0]).choice(np.asarray(self.lengths), size=len(seeds))
+            return np.random.default_rng(seeds[0]).choice(self._given, size=len(seeds))
         normal = np.random.default_rng(seeds[0]).normal(size=len(seeds))
         tokens = np.minimum(self.median_tokens * np.exp(SIGMA * normal), self.max_tokens)
         return np.ceil(tokens).astype(np.int64)
 
     def seconds(self, seeds: Sequence[int]) -> np.ndarray:
         """Seconds of each rollout of a group."""
-        return self.tokens(seeds) * self.seconds_per_token
+        return self.tokens(seeds) * self.seconds_per_token + self.seconds_per_rollout
 
     def mean_tokens(self) -> float:
         """Mean tokens of a rollout."""
@@ -74,7 +81,7 @@ class Engines:
 
     def longest_seconds(self) -> float:
         """Seconds of a rollout that runs into the limit, as some of every step do."""
-        return max(self.lengths, default=self.max_tokens) * self.seconds_per_token
+        return max(self.lengths, default=self.max_tokens) * self.seconds_per_token + self.seconds_per_rollout
 
 
 @dataclass(frozen=True)
