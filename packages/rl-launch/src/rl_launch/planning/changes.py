@@ -29,8 +29,8 @@ IMPORTANCE = "loss_fn.importance.high"
 """Key of the bound of importance weights, which rollouts of earlier weights need."""
 MAX_RANKS = 1024
 """Most devices that the smallest change that fits adds up to."""
-TRIED = 40
-"""Number of the fastest layouts whose config is checked."""
+NUM_OTHERS = 2
+"""Maximum number of layouts that a search lists in addition, whose rollouts are of other weights."""
 CHUNKS = (1024, 256)
 """Values of `logprob_chunk_size` that take less memory."""
 SEQUENCE_PARALLEL = "sequence_parallel"
@@ -289,7 +289,7 @@ def fastest(run: RunPlan, planner: Planner, *, num: int) -> list[Change]:
 
     It tries the parallel sizes of policy and engine, microbatches, what is recomputed, parameters in host memory, and
     which devices the engine has. What is learned is the same, unless the engine gets devices of its own or gives them
-    back: rollouts are then ahead of training, or no longer so, and the remark shows it.
+    back: rollouts are then ahead of training, or no longer so. The fastest of those follow, with that as a remark.
 
     Args:
         run: The run.
@@ -305,14 +305,17 @@ def fastest(run: RunPlan, planner: Planner, *, num: int) -> list[Change]:
             fitting = list(_fitting(run, planner, {**served, offloads: True}, remark))
         found += fitting
     found.sort(key=lambda change: change.plan.step_seconds)
+    same, others = ([change for change in found if bool(change.remark) is differs] for differs in (False, True))
+    return [*_accepted(run, same, num), *_accepted(run, others, NUM_OTHERS)]
+
+
+def _accepted(run: RunPlan, found: Sequence[Change], num: int) -> list[Change]:
+    """Return the first changes of different times that the checks of a run accept."""
     best: list[Change] = []
-    seen: set[tuple[str, str]] = set()
     for change in found:
-        shown = (f"{change.plan.step_seconds:.3g}", change.remark)
-        if shown in seen or _checked(run, change.values) is None:
-            continue
-        seen.add(shown)
-        best.append(change)
+        is_other = all(f"{change.plan.step_seconds:.3g}" != f"{each.plan.step_seconds:.3g}" for each in best)
+        if is_other and _checked(run, change.values) is not None:
+            best.append(change)
         if len(best) == num:
             break
     return best

@@ -165,7 +165,8 @@ def search_lines(found: Sequence[Change], now: Plan) -> Iterator[str]:
     for change in found:
         fullest = change.plan.fullest
         taken = size(fullest.total) if fullest is not None else ""
-        yield f"  {duration(change.plan.step_seconds):>8}  {taken:>8}  {change.overrides}"
+        remark = f"  ({change.remark})" if change.remark else ""
+        yield f"  {duration(change.plan.step_seconds):>8}  {taken:>8}  {change.overrides or 'as it is'}{remark}"
 
 
 def as_json(
