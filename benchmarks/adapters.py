@@ -61,7 +61,7 @@ def rows_of(adapter: int, count: int, tokens: int) -> Batch:
 
 
 def processor_s() -> float:
-    """Processor time of all models' processes so far."""
+    """Return the processor time of all models' processes so far."""
     times = [process.cpu_times() for process in psutil.Process().children(recursive=True)]
     return sum(each.user + each.system for each in times)
 

@@ -115,7 +115,7 @@ class Training:
         return len(list((self.folder / "logs" / "agents").glob("*.log")))
 
     def ended(self) -> bool:
-        """Whether it has ended; an error ends the benchmark."""
+        """Return whether it has ended; an error ends the benchmark."""
         assert self.process is not None
         code = self.process.poll()
         if code:
@@ -148,7 +148,7 @@ class Training:
 
 
 def family(root: psutil.Process) -> list[psutil.Process]:
-    """A process and all that it has started, itself or through a fork server."""
+    """Return a process and all that it has started, itself or through a fork server."""
     found = [root]
     with suppress(psutil.NoSuchProcess):
         found += root.children(recursive=True)
@@ -157,7 +157,7 @@ def family(root: psutil.Process) -> list[psutil.Process]:
 
 
 def forked(process: psutil.Process) -> Iterator[psutil.Process]:
-    """Processes that a process waits for without being their parent: it has a descriptor of them."""
+    """Yield processes that a process waits for without being their parent: it has a descriptor of them."""
     for path in Path(f"/proc/{process.pid}/fdinfo").glob("*"):
         with suppress(OSError, psutil.NoSuchProcess):
             facts = dict(line.split(":", 1) for line in path.read_text().splitlines() if ":" in line)
@@ -166,7 +166,7 @@ def forked(process: psutil.Process) -> Iterator[psutil.Process]:
 
 
 def described(process: psutil.Process) -> str:
-    """Name and command line of a process; empty if it has ended meanwhile."""
+    """Return the name and command line of a process; empty if it has ended meanwhile."""
     with suppress(psutil.NoSuchProcess):
         return " ".join([process.name(), *process.cmdline()])
     return ""
@@ -198,7 +198,7 @@ def disturb(run: Training, num_kills: int, num_steps: int, seed: int) -> None:
 
 
 def rollouts_of(run: Training) -> dict[int, list[dict[str, object]]]:
-    """Rows of rollouts by step."""
+    """Return the rows of rollouts by step."""
     paths = (run.folder / "rollouts").glob("step_*.jsonl")
     return {
         int(path.stem.removeprefix("step_")): [json.loads(line) for line in path.read_text().splitlines()]
@@ -210,7 +210,7 @@ COMPARED = ("prompt_id", "index", "status", "rewards", "turns", "segments", "num
 
 
 def compared(run: Training) -> dict[int, list[str]]:
-    """Rollouts by step, as far as they must be equal, in the order of their text."""
+    """Return rollouts by step, as far as they must be equal, in the order of their text."""
     return {
         step: sorted(json.dumps({name: row.get(name) for name in COMPARED}, sort_keys=True) for row in rows)
         for step, rows in rollouts_of(run).items()
@@ -218,7 +218,7 @@ def compared(run: Training) -> dict[int, list[str]]:
 
 
 def prompts(run: Training) -> Counter[object]:
-    """How often each prompt was trained on, as a group."""
+    """Return how often each prompt was trained on, as a group."""
     return Counter(name for rows in rollouts_of(run).values() for name in {row["prompt_id"] for row in rows})
 
 

@@ -66,7 +66,7 @@ WATCHED = (
 
 @contextmanager
 def kills(_: Path) -> Iterator[None]:
-    """One replica of this process's Ray after another is killed, at random moments."""
+    """Kill one replica of this process's Ray after another, at random moments."""
     is_over = threading.Event()
     killer = threading.Thread(target=_kill_until, args=(is_over,), daemon=True)
     killer.start()
@@ -92,7 +92,7 @@ def _title(process: psutil.Process) -> str:
 
 
 def at_age(age: int, *settings: str, correction: Sequence[str] = CORRECTED) -> Case:
-    """GRPO with rollouts of at most this age, in steps."""
+    """Return GRPO with rollouts of at most this age, in steps."""
     bound = f"grpo.async_grpo.max_trajectory_age_steps={age}"
     return on_policy("grpo-arithmetic", *APART, bound, *correction, *settings)
 
@@ -147,9 +147,8 @@ HEAD = ("rollouts", "runs", "accuracy, start", "end", "std over seeds", "beside 
 
 
 def rows(runs: Runs) -> list[tuple[str, ...]]:
-    """Of the table. A case reaches the synchronous one if its mean is not below by more than the noise: two standard
-    errors of the difference of the means, and nothing is said with a single seed.
-    """
+    """Return the rows of the table. A case reaches the synchronous one if its mean is not lower by more than the noise,
+    which is two standard errors of the difference of the means. With a single seed there is no verdict."""
     ends = {name: [Curve.of(run, ACCURACY).values[-1] for run in found] for name, found in runs.items()}
     made = []
     for name, found in runs.items():
@@ -176,7 +175,7 @@ def _beside(ends: Sequence[float], synchronous: Sequence[float]) -> tuple[str, s
 
 
 def _late_mean(runs: Sequence[RunFolder], metric: str) -> str:
-    """Mean over the last half of the steps of all runs; empty if none has the metric."""
+    """Return the mean over the last half of the steps of all runs; empty if none has the metric."""
     rows = [row for run in runs for row in run.metrics()]
     last = max((row["step"] for row in rows), default=0)
     values = [row[metric] for row in rows if row.get(metric) is not None and row["step"] > last / 2]
@@ -184,7 +183,8 @@ def _late_mean(runs: Sequence[RunFolder], metric: str) -> str:
 
 
 def draw(runs: Runs, path: Path) -> None:
-    """Accuracy and effective sample size by step, a line for the mean over seeds and a band from least to most."""
+    """Draw accuracy and effective sample size by step: a line for the mean over seeds, and a band from the smallest to
+    the largest."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -53,7 +53,7 @@ from rl_launch.planning.simulation import (
 
 
 def steps_in(chosen: argparse.Namespace) -> SimulatedSteps:
-    """The steps that the command line asks for."""
+    """Return the steps that the command line asks for."""
     return SimulatedSteps(chosen.prompts, chosen.group, chosen.steps)
 
 

@@ -76,7 +76,7 @@ def main() -> None:
 
 
 def made(scratch: Path, name: str, settings: Sequence[str], chosen: argparse.Namespace) -> Rows:
-    """The metrics of each step of a run."""
+    """Return the metrics of each step of a run."""
     folder = scratch / name.replace(", ", "-").replace(" ", "-")
     sizes = (
         f"grpo.num_prompts_per_step={chosen.prompts}",
@@ -100,7 +100,7 @@ def described(chosen: argparse.Namespace) -> str:
 
 
 def step_seconds(rows: Rows) -> float:
-    """Median seconds of a step."""
+    """Return the median seconds of a step."""
     return median(row["time/step"] for row in rows)
 
 
@@ -117,7 +117,7 @@ HEAD = (
 
 
 def cells(name: str, rows: Rows, baseline: float) -> tuple[str, ...]:
-    """A row of the table."""
+    """Return a row of the table."""
     took = step_seconds(rows)
     phases = [f"{median(row.get(f'time/{phase}', 0.0) for row in rows):.2f}" for phase in PHASES]
     trainer = median(waits(row) for row in rows)
@@ -129,18 +129,19 @@ def cells(name: str, rows: Rows, baseline: float) -> tuple[str, ...]:
 
 
 def waits(row: Mapping[str, Any]) -> float:
-    """Share of a step in which training waited for rollouts."""
+    """Return the share of a step in which training waited for rollouts."""
     waited: float = row["time/generation"] / row["time/step"]
     return waited
 
 
 def busy(row: Mapping[str, Any]) -> float:
-    """Share of a step in which the generators had rollouts: in a synchronous run while training waits for them."""
+    """Return the share of a step in which the generators had rollouts: in a synchronous run while training waits for
+    them."""
     return 1 - row["idle/generators"] if "idle/generators" in row else waits(row)
 
 
 def draw(runs: Mapping[str, Rows], path: Path) -> None:
-    """Two lanes for each run: the phases of the driver, and the busy share of the generators."""
+    """Draw two lanes for each run: the phases of the driver, and the busy share of the generators."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

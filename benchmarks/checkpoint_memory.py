@@ -60,7 +60,7 @@ class Measured:
     read: int
 
     def row(self) -> list[str]:
-        """A row of the table."""
+        """Return a row of the table."""
         return [
             self.name,
             seconds(self.took),
@@ -79,7 +79,7 @@ class CountedHash:
         self.update(data)
 
     def update(self, data: Any) -> None:
-        """As `update` of hashlib."""
+        """See `update` of hashlib."""
         CountedHash.total += memoryview(data).nbytes
         self._hash.update(data)
 
@@ -121,7 +121,7 @@ def main() -> None:
 
 
 def measured(folder: Path, backend: str) -> str:
-    """The table of one backend, and the bytes that its ranks wrote."""
+    """Return the table of one backend, and the bytes that its ranks wrote."""
     checkpoints = Checkpoints(folder / backend, CheckpointingConfig())
     (folder / backend).mkdir()
     rows: list[Measured] = []
@@ -172,7 +172,7 @@ class Meter:
 
 @contextmanager
 def model_of(folder: Path, backend: str) -> Iterator[RemoteModel]:
-    """The model on four ranks of a Ray of its own, with an optimizer."""
+    """Yield the model on four ranks of its own Ray, with an optimizer."""
     section = {"enabled": True, **LAYOUTS[backend]}
     plan = read_model_plan(
         {
@@ -201,25 +201,25 @@ def model_of(folder: Path, backend: str) -> Iterator[RemoteModel]:
 
 
 def batch() -> Batch:
-    """Eight short rows."""
+    """Return eight short rows."""
     tokens = Ragged.from_rows([np.arange(1, 9, dtype=np.int32)] * 8, dtype=np.int32)
     mask = np.tile(np.array([0, *[1] * 7], np.uint8), 8)
     return Batch({TOKENS: tokens, "loss_mask": tokens.like(mask)})
 
 
 def status(pid: int, name: str) -> int:
-    """A number of `/proc/PID/status`, in bytes."""
+    """Return a number of `/proc/PID/status`, in bytes."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
 def read_bytes() -> int:
-    """Bytes that this process has read so far, from files and sockets."""
+    """Return the bytes that this process has read so far, from files and sockets."""
     return int(Path("/proc/self/io").read_text().split()[1])
 
 
 def digest_all(folder: Path) -> float:
-    """Seconds of reading and digesting all files of a folder in one thread."""
+    """Return the seconds of reading and digesting all files of a folder in one thread."""
     started = time.perf_counter()
     for path in folder.rglob("*"):
         if path.is_file():

@@ -116,13 +116,13 @@ def made(folder: Path, kind: str, name: str, num_steps: int, seed: int) -> list[
 
 
 def speculation(kind: str, drafter: Path) -> str:
-    """The setting by which the engine drafts three tokens."""
+    """Return the setting by which the engine drafts three tokens."""
     method = {"model": "draft_model", "head": "eagle3", "mtp": "mtp"}[kind]
     return f"policy.generation.vllm_cfg.speculation={{method: {method}, model: {drafter}, num_tokens: 3}}"
 
 
 def policy(folder: Path, kind: str) -> tuple[str, ...]:
-    """The setting of the policy, unless it is that of the recipe."""
+    """Return the setting of the policy, unless it is the recipe's own."""
     return (f"policy.model_name={folder / 'policy'}",) if kind == "mtp" else ()
 
 
@@ -217,7 +217,7 @@ def run_rl(folder: Path, recipe: str, name: str, *settings: str) -> None:
 
 
 def shown(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
-    """The table of both runs."""
+    """Return the table of both runs."""
     head = ["steps", *(f"{what}, {name}" for what in ("accepted", "tokens per step", "reward") for name in found)]
     keys = ("speculation/acceptance_rate", "speculation/tokens_per_step", "reward/mean")
     num_steps = min(len(rows) for rows in found.values())

@@ -74,7 +74,7 @@ class Seconds:
 
     @classmethod
     def now(cls) -> Seconds:
-        """Seconds since fixed points in the past; called in the loop's thread."""
+        """Return the seconds since fixed points in the past; called in the loop's thread."""
         return cls(time.perf_counter(), time.process_time(), time.thread_time(), _writer_seconds())
 
     @property
@@ -146,38 +146,38 @@ class MeasuredRun:
     def steps(
         self, max_steps: int, *, models: Mapping[str, Model], state: Mapping[str, Checkpointable]
     ) -> Iterator[int]:
-        """As the session's; work between two steps counts to the first of them."""
+        """See the session; work between two steps counts to the first of them."""
         inner = self._session.steps(max_steps, models=models, state=state)
         return self._iterate(inner)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """As the session's."""
+        """See the session."""
         with self._timed(name), self._session.phase(name):
             yield
 
     def record(self, step: int, metrics: Mapping[str, float | Metric]) -> None:
-        """As the session's."""
+        """See the session."""
         self._session.record(step, metrics)
 
     def record_rollouts(
         self, step: int, groups: Sequence[RolloutGroup], advantages: np.ndarray, *, batch: Batch | None = None
     ) -> None:
-        """As the session's."""
+        """See the session."""
         self.last = groups, advantages
         with self._timed("recording"):
             self._session.record_rollouts(step, groups, advantages, batch=batch)
 
     def record_validation(self, step: int, groups: Sequence[RolloutGroup]) -> None:
-        """As the session's."""
+        """See the session."""
         self._session.record_validation(step, groups)
 
     def due(self, period: int, step: int, *, at_end: bool = False) -> bool:
-        """As the session's."""
+        """See the session."""
         return self._session.due(period, step, at_end=at_end)
 
     def stop(self, reason: str) -> None:
-        """As the session's."""
+        """See the session."""
         self._session.stop(reason)
 
     def _iterate(self, inner: Iterator[int]) -> Iterator[int]:
@@ -210,7 +210,7 @@ class SimulatedRank:
         return self
 
     def remote(self, method: str) -> Any:
-        """Its place on the mesh, which the shared process does not know."""
+        """Return its place on the mesh, which the shared process does not know."""
         import ray
 
         assert method == "coordinates"
@@ -221,7 +221,7 @@ class SimulatedRank:
 
 
 def replicas(hosts: Sequence[Any]) -> list[Any]:
-    """Replicas that are started already, one on each host."""
+    """Return replicas that are started already, one on each host."""
     from rl_launch.runtime.processes import StartTimeouts
     from rl_launch.runtime.replica import Replica
 
@@ -298,7 +298,7 @@ def measured_steps(
 
 
 def prompts(count: int) -> list[Prompt]:
-    """Prompts of 64 tokens and about as many words."""
+    """Return prompts of 64 tokens and about as many words."""
     text = "a word and another " * (PROMPT_TOKENS // 4)
     tokens = np.arange(PROMPT_TOKENS, dtype=np.int32)
     message = {"role": "user", "content": text}
@@ -306,7 +306,7 @@ def prompts(count: int) -> list[Prompt]:
 
 
 def breakdown(run: MeasuredRun) -> str:
-    """The table: phases, then the time outside them and its largest parts, each run once more by itself."""
+    """Return the table: phases, then the time outside them and its largest parts, each run once more by itself."""
     names = [name for name in run.found[0] if name != STEP]
     rows = [_row(name.replace("_", " "), [times[name] for times in run.found]) for name in names]
     within = [sum((times[name] for name in names), Seconds()) for times in run.found]

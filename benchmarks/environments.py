@@ -38,7 +38,7 @@ CALCULATOR = ("env.mcp_tools.command=[uvx, mcp-server-calculator]", "policy.max_
 
 
 def called(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of the form `calculator` of `calculations`, whose demonstration calls the server's tool."""
+    """Return a row of the form `calculator` of `calculations`, whose demonstration calls the server's tool."""
     asked, *said = row["messages"]
     if len(said) > 1:
         call, _, answer = said
@@ -62,12 +62,12 @@ def written(folder: Path, *, demonstrations: bool) -> list[str]:
 
 
 def demonstrations(folder: Path) -> list[str]:
-    """Calls of the calculator and guesses, half and half."""
+    """Return calls of the calculator and guesses, half and half."""
     return written(folder, demonstrations=True)
 
 
 def products(folder: Path) -> list[str]:
-    """Products, and the model that has learned from demonstrations."""
+    """Return products, and the model that has learned from demonstrations."""
     start = run_dir(folder.parents[1], START, SEEDS[0])
     return [*written(folder, demonstrations=False), f"policy.model_name={start}"]
 
@@ -81,7 +81,7 @@ def post(served: Mapping[str, Any], path: str, key: str, body: Mapping[str, Any]
 
 @contextmanager
 def users(run: Path, count: int = 16) -> Iterator[None]:
-    """Users of a run who ask for sums, and a service that posts 1 for a right answer and 0 for others."""
+    """Yield users of a run who ask for sums, and a service that posts 1 for a right answer and 0 for others."""
     ended = threading.Event()
 
     def ask(number: int) -> None:
@@ -109,7 +109,7 @@ def users(run: Path, count: int = 16) -> Iterator[None]:
 
 
 def learns(recipe: str, *settings: str, metric: str = "val/reward", by: float = 0.1, **options: Any) -> Case:
-    """A recipe whose model is its own, from the held-out reward before the first step to that after the last."""
+    """Return the case of a recipe with its own model: held-out reward before the first step and after the last."""
     keys = (
         "grpo.val_at_start=true",
         "grpo.val_at_end=true",
@@ -138,26 +138,26 @@ STARTS = {
 
 
 def turns_of(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The policy's turns of a rollout."""
+    """Return the policy's turns of a rollout."""
     return record.get("turns") or [turn for segment in record["segments"] for turn in segment["turns"]]
 
 
 def of_sum(record: Mapping[str, Any]) -> float:
-    """The reward of a sum, which users ask for in their first message."""
+    """Return the reward of a sum, which users ask for in their first message."""
     asked = record["prompt"] or record["segments"][0]["messages"]
     left, right = asked[-1]["content"].removesuffix("=").split("+")
     return float(turns_of(record)[-1]["text"].strip() == str(int(left) + int(right)))
 
 
 def of_product(record: Mapping[str, Any]) -> float:
-    """The reward of a product."""
+    """Return the reward of a product."""
     said, product = turns_of(record)[-1]["text"], record["prompt"][-1]["content"].removesuffix("=")
     left, right = product.split("*")
     return float(said.strip() == str(int(left) * int(right)))
 
 
 def of_game(record: Mapping[str, Any]) -> float:
-    """The reward of a game that is played again by textarena alone."""
+    """Return the reward of a game that is played again by textarena alone."""
     import textarena
 
     start = record["row"]

@@ -60,7 +60,7 @@ class ScriptedGenerator:
         """Do nothing: nothing is loaded."""
 
     async def generate(self, request: GenerationRequest) -> Completion:
-        """The last token of the request again."""
+        """Return the last token of the request again."""
         async with self._free:
             await asyncio.sleep(self.ANSWER_S)
         self._num_sampled += 1
@@ -68,7 +68,7 @@ class ScriptedGenerator:
         return Completion(token, np.zeros(1, dtype=np.float32), "stop", (WeightSpan(0, 1),))
 
     async def health(self) -> dict[str, int]:
-        """Numbers of a generator that is never hung."""
+        """Return the numbers of a generator that is never hung."""
         return {"num_requests": 0, "num_sampled": self._num_sampled}
 
     async def close(self) -> None:
@@ -101,7 +101,7 @@ def main() -> None:
 
 
 def make_plan(num_prompts: int, generator: str, num_tokens: int) -> RunPlan:
-    """Sums for the tiny model, which has not learnt to end its answers."""
+    """Return sums for the tiny model, which has not learnt to end its answers."""
     dataset = {"dataset_name": "arithmetic", "settings": {"num_rows": num_prompts, "validation_fraction": 0.5}}
     values = {
         "algorithm": "evaluation",
@@ -118,7 +118,7 @@ def make_plan(num_prompts: int, generator: str, num_tokens: int) -> RunPlan:
 
 
 def with_engine(run: RunPlan, generator: str) -> RunPlan:
-    """The plan with the scripted engine in the place of its own if it is chosen."""
+    """Return the plan with the scripted engine in the place of its own if it is chosen."""
     backends = run.backends
     assert backends.generation is not None, "an evaluation generates"
     if generator != SCRIPTED:
@@ -129,7 +129,7 @@ def with_engine(run: RunPlan, generator: str) -> RunPlan:
 
 
 def evaluated(run: RunPlan, plan: EvaluationPlan) -> float:
-    """Seconds of rolling out the plan as `rl eval` does."""
+    """Return the seconds of rolling out the plan as `rl eval` does."""
     device = run.device
     envs = provision_workers(run, plan.needs, device)
     with (
@@ -152,7 +152,7 @@ def evaluated(run: RunPlan, plan: EvaluationPlan) -> float:
 
 
 def called_directly(backends: Backends, plan: EvaluationPlan) -> float:
-    """Seconds in which the engine alone answers all requests at once, in a process of its own."""
+    """Return the seconds that the engine takes to answer all requests at once, in its own process."""
     requests = [
         GenerationRequest(group.prompt.token_ids, group.sampling, seed)
         for task in plan.tasks

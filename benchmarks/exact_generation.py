@@ -61,7 +61,7 @@ def build(config: ModelConfig, spec: ModelSpec, rendezvous: object) -> DTensorWo
 
 
 def spent(rank: Rank) -> float:
-    """Processor seconds of the rank's process."""
+    """Return the processor seconds of the rank's process."""
     return time.process_time()
 
 
@@ -177,7 +177,7 @@ def compare(name: str, size: Size, pairs: int, folder: Path) -> None:
 
 
 def _parts(side: Side, phase: str) -> list[list[float]]:
-    """Seconds of the measured steps in a phase, or in all phases."""
+    """Return the seconds of the measured steps in a phase, or in all phases."""
     return [side.taken[each][1:] for each in (PHASES if phase == "step" else (phase,))]
 
 

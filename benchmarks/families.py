@@ -117,7 +117,7 @@ class Results:
         self.families = self._read()
 
     def lacks(self, family: str, case: str) -> bool:
-        """Whether a case is yet to be run."""
+        """Return whether a case has not run yet."""
         held = self.families.get(family, {})
         return case not in held and MADE not in held
 
@@ -136,7 +136,7 @@ class Results:
             aside.rename(self._path)
 
     def _read(self) -> dict[str, dict[str, Outcome]]:
-        """Outcomes in the file, by family and case, but for those of other versions."""
+        """Return the outcomes in the file by family and case, except those of other versions."""
         held = json.loads(self._path.read_text(encoding="utf-8")) if self._path.is_file() else {}
         if held.get("versions") != self.versions:
             return {}
@@ -154,7 +154,7 @@ class Results:
 
 
 def engine() -> str:
-    """Name and version of the package that has vLLM; empty if neither is installed."""
+    """Return the name and version of the package that has vLLM; empty if neither is installed."""
     for package in ENGINES:
         try:
             return f"{package} {version(package)}"
@@ -175,7 +175,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _entry(family: str, outcomes: Mapping[str, Outcome]) -> dict[str, Any]:
-    """A family in the file."""
+    """Return a family as it is in the file."""
     meshes = {case: _mesh_case(case) for case in sorted(outcomes) if case not in (SYNC, MADE)}
     return {
         "kind": _kind(family),
@@ -186,7 +186,7 @@ def _entry(family: str, outcomes: Mapping[str, Outcome]) -> dict[str, Any]:
 
 @cache
 def _kind(family: str) -> dict[str, Any]:
-    """Kinds of layers of the family's model by default, which the tiny one has too."""
+    """Return the kinds of layers of the family's default model, which the tiny one has too."""
     from rl_core.errors import ConfigError
     from rl_launch.doctor.family import kind_of
 
@@ -203,7 +203,7 @@ def _name_of(case: Mapping[str, Any]) -> str:
 
 
 def all_families() -> list[str]:
-    """Model types of all language models, of composite models those of their text alone."""
+    """Return the model types of all language models; of composite models, the types of their text models."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -267,7 +267,7 @@ class _Child:
         threading.Thread(target=self._read, daemon=True).start()
 
     def answers(self, deadline_s: float) -> Iterator[tuple[str, str, Outcome]]:
-        """Family, case and outcome, until all are there, the deadline of one passes, or the process ends."""
+        """Yield family, case and outcome, until all have come, the deadline of one passes, or the process ends."""
         while True:
             try:
                 line = self._lines.get(timeout=deadline_s)
@@ -341,7 +341,7 @@ def _mesh_case(case: str) -> Any:
 
 
 def _synced(config: Any, folder: Path) -> Outcome:
-    """Whether vLLM serves the weights that it is sent."""
+    """Return the outcome of a weight sync: whether vLLM serves the weights that it is sent."""
     import numpy as np
 
     from rl_core.errors import ConfigError, RLError
@@ -429,7 +429,8 @@ def _cases(meshes: Iterable[str], layouts: Iterable[str]) -> Iterator[str]:
 
 
 def page(results: Results) -> str:
-    """The results as a page of the docs: a row for each family, a column for each layout of rows, and for the sync."""
+    """Return the results as a page of the docs: a row for each family, a column for each layout of rows and one for the
+    sync."""
     meshes = _meshes(results)
     reasons: dict[str, int] = {}
     rows = []
@@ -458,7 +459,7 @@ def page(results: Results) -> str:
 
 
 def _meshes(results: Results) -> list[str]:
-    """Meshes of the self-check that have been tried with some family."""
+    """Return the meshes of the self-check that have been tried with some family."""
     from rl_dtensor.selfcheck import MESHES
 
     tried = {case.rpartition(", ")[0] for cases in results.families.values() for case in cases}
@@ -466,12 +467,12 @@ def _meshes(results: Results) -> list[str]:
 
 
 def _lacks_experts(outcome: Outcome | None) -> bool:
-    """Whether experts were to be split of a model that has none."""
+    """Return whether experts were to be split in a model that has none."""
     return outcome is not None and NO_EXPERTS in outcome.reason
 
 
 def _cell(outcomes: Mapping[str, Outcome | None], reasons: dict[str, int]) -> str:
-    """One verdict for all that has been tried, or verdicts with their meshes.
+    """Return one verdict for all that has been tried, or verdicts with their meshes.
 
     Args:
         outcomes: by mesh; None if it has not been tried.

@@ -37,7 +37,7 @@ NUM_PROMPT_TOKENS = 8
 
 
 async def started(folder: Path, num_requests: int) -> VllmGenerator:
-    """An engine in its own process that computes all requests at once."""
+    """Return an engine in its own process that computes all requests at once."""
     backend = VllmConfig(kv_cache_gib=1.0, max_num_seqs=num_requests, own_process=True)
     generator = VllmGenerator(GenerationConfig(), backend, model_config(folder), Placement("cpu"))
     await generator.start()
@@ -47,7 +47,7 @@ async def started(folder: Path, num_requests: int) -> VllmGenerator:
 async def generated(
     generator: VllmGenerator, num_requests: int, num_tokens: int, seed: int
 ) -> tuple[float, list[Completion]]:
-    """Processor seconds of this process for requests that are computed together, and their completions."""
+    """Return the processor seconds of this process for requests that are computed together, and their completions."""
     prompts = np.random.default_rng(seed).integers(5, 200, (num_requests, NUM_PROMPT_TOKENS), dtype=np.int32)
     requests = [GenerationRequest(row, SamplingParams(num_tokens), place) for place, row in enumerate(prompts)]
     begun = time.process_time()
@@ -56,7 +56,7 @@ async def generated(
 
 
 async def compared(args: argparse.Namespace, folder: Path) -> dict[int, list[tuple[float, float]]]:
-    """Processor seconds of holding and of sending, by the number of tokens of a completion."""
+    """Return the processor seconds of holding and of sending, by the number of tokens of a completion."""
     holding = await started(folder, args.requests)
     with patch("rl_vllm.engine.arguments.HoldingScheduler", None):
         sending = await started(folder, args.requests)
@@ -77,7 +77,7 @@ async def compared(args: argparse.Namespace, folder: Path) -> dict[int, list[tup
 
 
 def scripted(num_requests: int, num_tokens: int, *, holds: bool) -> float:
-    """Processor seconds of the front's objects for requests that are sampled together by an engine that is none."""
+    """Return the processor seconds of the front's objects for requests that a scripted engine samples together."""
     from vllm import SamplingParams as VllmSamplingParams
     from vllm.sampling_params import RequestOutputKind
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason

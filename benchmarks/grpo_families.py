@@ -135,7 +135,7 @@ class Result:
     checks: Mapping[str, float | str] = field(default_factory=dict)
 
     def largest(self, metric: str) -> float:
-        """Largest value over the steps."""
+        """Return largest value over the steps."""
         return max(step[metric] for step in self.metrics)
 
     @property
@@ -291,14 +291,14 @@ def run_part(command: Sequence[str], log: Path, deadline_s: float) -> None:
 
 
 def reason_in(output: str) -> str:
-    """The message with which a program ended: what follows `error:`, or its last line."""
+    """Return the message with which a program ended: what follows `error:`, or its last line."""
     _, is_said, message = output.rpartition("\nerror: ")
     lines = [line for line in output.splitlines() if line.strip()]
     return one_line(message.partition("\ntraceback: ")[0] if is_said else "".join(lines[-1:]))
 
 
 def recipe_of(family: str, folder: Path, generator: str) -> dict[str, Any]:
-    """The config of a run with the model in a folder."""
+    """Return the config of a run with the model in a folder."""
     engines = {
         "vllm": {
             "vllm_cfg": {
@@ -366,7 +366,7 @@ def make(family: str, folder: str) -> None:
 
 
 def language_of(model: Path) -> Path:
-    """Folder of the language model of a composite one."""
+    """Return the folder of the language model of a composite one."""
     return model.with_name("language")
 
 
@@ -390,7 +390,7 @@ def check(model: str, run: str, generator: str, answer: str) -> None:
 
 
 def served_scores(folder: Path, rows: Sequence[Any]) -> list[Any]:
-    """float32 `[tokens]` of each row, logprobs by vLLM with the weights in a folder."""
+    """Return float32 `[tokens]` of each row: logprobs by vLLM with the weights in a folder."""
     import asyncio
 
     from rl_core.model_config import GenerationConfig, ModelConfig
@@ -416,18 +416,19 @@ PARTS = {"make": make, "check": check}
 
 
 def recorded(run: Path, step: int) -> list[dict[str, Any]]:
-    """Tokens, loss mask and logprobs of each rollout of a step."""
+    """Return the tokens, loss mask and logprobs of each rollout of a step."""
     path = run / "rollouts" / f"step_{step}.jsonl"
     return [json.loads(line)["info"] for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def exported(run: str, step: int) -> Path:
-    """The Hugging Face files of a checkpoint."""
+    """Return the Hugging Face files of a checkpoint."""
     return Path(run, "checkpoints", f"step_{step}", "hf")
 
 
 def scores(folder: Path, rows: Sequence[Any]) -> list[Any]:
-    """float64 `[tokens]` of each row, logprobs by plain transformers in float32, whose files must have all weights."""
+    """Return float64 `[tokens]` of each row: logprobs by plain transformers in float32, whose files must have all
+    weights."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -449,7 +450,7 @@ def scores(folder: Path, rows: Sequence[Any]) -> list[Any]:
 
 
 def largest(found: Sequence[Any], expected: Sequence[Any], masks: Sequence[Any]) -> float:
-    """Largest absolute difference where the masks say; not a number if one is not."""
+    """Return largest absolute difference where the masks say; not a number if one is not."""
     import numpy as np
 
     pairs = zip(found, expected, masks, strict=True)
@@ -457,7 +458,7 @@ def largest(found: Sequence[Any], expected: Sequence[Any], masks: Sequence[Any])
 
 
 def page(results: Results) -> str:
-    """The results as a page of the docs."""
+    """Return the results as a page of the docs."""
     reasons: dict[str, int] = {}
     order = sorted(results.families, key=lambda family: (*FAMILIES, family).index(family))
     rows = [line_of(family, results.families[family], reasons) for family in order]
@@ -475,7 +476,7 @@ def page(results: Results) -> str:
 
 
 def line_of(family: str, result: Result, reasons: dict[str, int]) -> str:
-    """A row of the table."""
+    """Return a row of the table."""
 
     def cell(found: float | str | None) -> str:
         if found is None:

@@ -124,7 +124,7 @@ class Step:
         return sum(self.lengths)
 
     def spent(self, phase: str) -> float:
-        """Seconds of a phase; 0 for one that the step does not have."""
+        """Return the seconds of a phase; 0 for one that the step does not have."""
         return self.phases.get(phase, 0.0)
 
     @property
@@ -145,7 +145,7 @@ class Plan:
     generator: str
 
     def rows_at_a_time(self, size: Size) -> int:
-        """Completions in one forward pass of training, on either side."""
+        """Return the number of completions in one forward pass of training, on either side."""
         return min(self.microbatch or size.rows, size.rows)
 
     @property
@@ -188,7 +188,7 @@ def compare(name: str, size: Size, plan: Plan, python: Path, folder: Path) -> No
 
 
 def comparison(ours: Sequence[Step], theirs: Sequence[Step]) -> str:
-    """The table of both."""
+    """Return the table of both."""
 
     def both(value: Callable[[Step], float], shown: Callable[[float], str] = seconds) -> tuple[str, str]:
         return shown(median(map(value, ours))), shown(median(map(value, theirs)))
@@ -215,7 +215,7 @@ def comparison(ours: Sequence[Step], theirs: Sequence[Step]) -> str:
 
 
 def our_steps(size: Size, plan: Plan, folder: Path) -> list[Step]:
-    """Steps of `rl train` after the warm-up; whole ones last from one record of rollouts to the next."""
+    """Return the steps of `rl train` after the warm-up; whole ones last from one record of rollouts to the next."""
     recipe, run_dir = folder / "recipe.yaml", folder / "run"
     recipe.write_text(yaml.safe_dump(our_config(size, plan, folder), sort_keys=False))
     command = rl_command("train", str(recipe), f"run_dir={run_dir}", "--fresh")
@@ -257,7 +257,7 @@ def our_config(size: Size, plan: Plan, folder: Path) -> dict:
 
 
 def trl_steps(size: Size, plan: Plan, python: Path, folder: Path) -> tuple[list[Step], str]:
-    """Steps of `GRPOTrainer` after the warm-up, and the versions they ran on."""
+    """Return the steps of `GRPOTrainer` after the warm-up, and the versions they ran on."""
     settings = {
         "model": str(folder / "model"),
         "prompts": str(folder / "prompts.jsonl"),
@@ -285,7 +285,7 @@ def trl_steps(size: Size, plan: Plan, python: Path, folder: Path) -> tuple[list[
 
 
 def trl_python(folder: Path) -> Path:
-    """The interpreter of TRL's environment, which is made if it does not exist."""
+    """Return the interpreter of TRL's environment, which is made if it does not exist."""
     python = folder / "bin" / "python"
     made = folder / f"{TRL}.made"
     if not made.exists():

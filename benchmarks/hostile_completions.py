@@ -88,7 +88,8 @@ GRADERS = {
 
 
 def completions(count: int, seed: int = 1) -> Iterator[str]:
-    """Marks and characters at random; marks that are repeated to 20 kB, some to 200 kB; deep nesting; cut JSON."""
+    """Yield marks and characters at random; marks that are repeated to 20 kB, some to 200 kB; deep nesting; cut
+    JSON."""
     rng = random.Random(seed)
     for index in range(count):
         kind = index % 10
@@ -107,7 +108,7 @@ def completions(count: int, seed: int = 1) -> Iterator[str]:
 
 
 def read(count: int) -> None:
-    """Every format on every completion, in this process."""
+    """Read every completion with every format, in this process."""
     schema = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": ["integer", "null"]}}}}
     schemas = schemas_of([{"type": "function", "function": schema}])
     for name, found in FORMATS.items():
@@ -123,7 +124,7 @@ def read(count: int) -> None:
 
 
 async def score(name: str, grader: Grader, count: int) -> None:
-    """One grader on every completion, eight at a time with an ordinary one."""
+    """Score every completion with one grader, eight at a time with an ordinary one."""
     found = plugin(ENVIRONMENTS, grader.type)
     config = found.config(**{**grader.settings, "num_workers": 2, "deadline_s": 30.0})
     pool = EnvironmentPool.of(found.environment, config, name=grader.type)

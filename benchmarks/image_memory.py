@@ -68,7 +68,7 @@ class WatchedRun(MeasuredRun):
     def record_rollouts(
         self, step: int, groups: Sequence[RolloutGroup], advantages: np.ndarray, *, batch: Batch | None = None
     ) -> None:
-        """As the session's."""
+        """See the session."""
         self.uses.append(Use.now())
         super().record_rollouts(step, groups, advantages, batch=batch)
         self.num_images = len(groups)
@@ -106,7 +106,7 @@ HEAD = (
 
 
 def rows(folder: Path, count: int, each: float, pixels: int) -> list[tuple[str, ...]]:
-    """Rows of the table: the same number of prompts with pictures and without."""
+    """Return the rows of the table: the same number of prompts with pictures and without."""
     found = []
     for kind in ("pictures", "text"):
         file = folder / f"{kind}_{count}.jsonl"
@@ -122,7 +122,8 @@ def rows(folder: Path, count: int, each: float, pixels: int) -> list[tuple[str, 
 
 
 def measure(file: Path, count: int) -> list[int]:
-    """Bytes of the driver at its start, with its data, and in the last two steps, and those of the object store."""
+    """Return the bytes of the driver at its start, with its data and in the last two steps, and the bytes of the object
+    store."""
     chosen = argparse.Namespace(workers=16, replicas=4, processes=1, together=64, prompts=count, group=1, steps=STEPS)
     config: Any = read_plan(
         "grpo-clevr-count-tiny",
@@ -145,7 +146,7 @@ def measure(file: Path, count: int) -> list[int]:
 
 
 def store_bytes() -> int:
-    """Bytes that objects take in Ray's store."""
+    """Return the bytes that objects take in Ray's store."""
     from ray._private.internal_api import node_stats
 
     [node] = ray.nodes()
@@ -154,12 +155,12 @@ def store_bytes() -> int:
 
 
 def tokens_of(pixels: int) -> int:
-    """Tokens of a square picture in the tiny model."""
+    """Return the tokens of a square picture in the tiny model."""
     return (pixels // SIDE) ** 2
 
 
 def write_pictures(folder: Path, count: int, pixels: int) -> int:
-    """JPEG files of noise; returns their bytes."""
+    """Write JPEG files of noise; return their bytes."""
     from PIL import Image
 
     random = np.random.default_rng(0)
@@ -173,7 +174,7 @@ def write_pictures(folder: Path, count: int, pixels: int) -> int:
 
 
 def write_rows(file: Path, kind: str, count: int, num_tokens: int) -> None:
-    """Questions about pictures, or the same with text of as many tokens: one token a character."""
+    """Write questions about pictures, or the same with text of as many tokens: one token a character."""
     with file.open("w") as lines:
         for index in range(count):
             row: dict[str, Any] = {"answer": "1"}

@@ -72,7 +72,7 @@ def main() -> None:
 
 @contextmanager
 def started(folder: Path, generator: str, num_tokens: int) -> Iterator[Components]:
-    """The processes of a GRPO run whose replica has a device of its own."""
+    """Yield the processes of a GRPO run whose replica has its own device."""
     overrides = [
         f"policy.model_name={folder / 'model'}",
         f"policy.optimizer={{name: torch.optim.SGD, kwargs: {{lr: {LEARNING_RATE}}}}}",
@@ -116,7 +116,7 @@ class UpdatedRun:
     resident: Sequence[dict[str, float]]
 
     def summary(self) -> str:
-        """Updates, completions and their versions."""
+        """Return updates, completions and their versions."""
         versions = [np.unique(row[row != NOT_SAMPLED]) for row in self.rollouts.ragged(WEIGHT_VERSIONS)]
         counts = [len(each) for each in versions]
         interrupting = {int(version) for each in versions for version in each[1:]}
@@ -127,7 +127,7 @@ class UpdatedRun:
         )
 
     def memory(self) -> str:
-        """The table of memory."""
+        """Return the table of memory."""
         head = ("MiB of its own after", "a tenth", "half", "all of the updates")
         names = [name for name in self.resident[-1] if all(name in each for each in self.resident)]
         return table(head, [(name, *(f"{each[name]:.1f}" for each in self.resident)) for name in names])
@@ -174,12 +174,13 @@ def updated(components: Components, folder: Path, chosen: argparse.Namespace) ->
 
 
 def trained_on(rollouts: Batch, rng: np.random.Generator) -> Batch:
-    """The rollouts with advantages of either sign."""
+    """Return rollouts with advantages of either sign."""
     return rollouts.with_columns({"advantages": rng.choice([-1.0, 1.0], len(rollouts)).astype(np.float32)})
 
 
 def resident_by_process() -> dict[str, float]:
-    """MiB that this process and all that it has started keep resident, without files and shared memory; by name."""
+    """Return the MiB that this process and all that it has started keep resident, by name, without files and shared
+    memory."""
     driver = psutil.Process()
     found = {"driver": driver.memory_info()}
     for process in driver.children(recursive=True):
@@ -208,7 +209,7 @@ class Comparison:
         return float(self.own.max())
 
     def summary(self) -> str:
-        """Both, beside each other."""
+        """Return the differences from both versions."""
         return (
             f"{len(self.own)} sampled tokens. From the logprobs of the version that is recorded they differ by "
             f"{self.own.mean():.1e} on average and {self.worst:.1e} at most; from those of the version before it by "
@@ -234,7 +235,7 @@ def compared(policy: Model, run: UpdatedRun) -> Comparison:
 
 
 def is_of(versions: np.ndarray, version: int) -> np.ndarray:
-    """The tokens that this version sampled, and those that the next one did."""
+    """Return the tokens that this version sampled, and those that the next one did."""
     return (versions == version) | (versions == version + 1)
 
 

@@ -216,7 +216,7 @@ class Choices(TorchFunctionMode):
         self._layers: list[np.ndarray] = []
 
     def take(self) -> list[np.ndarray]:
-        """int64 `[tokens, layers with experts, k]` of the last pass; empty for a model without experts."""
+        """Return int64 `[tokens, layers with experts, k]` of the last pass; empty for a model without experts."""
         layers, self._layers = self._layers, []
         return [np.stack(layers, 1)] if layers else []
 
@@ -231,7 +231,7 @@ class Choices(TorchFunctionMode):
 
 
 def loaded(folder: Path, precision: str, *, rounds: bool = False) -> Trained:
-    """Transformers with the files of a folder.
+    """Return the model that transformers loads from a folder.
 
     Args:
         rounds: Whether tensors that it keeps in float32 are rounded.
@@ -260,7 +260,7 @@ def loaded(folder: Path, precision: str, *, rounds: bool = False) -> Trained:
 
 
 def routed_by_vllm() -> list[np.ndarray]:
-    """A list to which vLLM's router in this process adds the experts of each layer and pass, `[tokens, k]`."""
+    """Return a list; vLLM's router in this process adds the experts of each layer and pass to it, `[tokens, k]`."""
     from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 
     chosen: list[np.ndarray] = []
@@ -320,19 +320,19 @@ def served(
 
 
 def num_different(found: Trained, wanted: Trained) -> int:
-    """Choices of experts for a token in a layer that differ."""
+    """Return the number of choices of experts, for a token in a layer, that differ."""
     pairs = list(zip(found.routing, wanted.routing, strict=True))
     assert all(one.shape == other.shape for one, other in pairs), "not the same layers"
     return sum(int((np.sort(one, -1) != np.sort(other, -1)).any(-1).sum()) for one, other in pairs)
 
 
 def off(found: Trained, wanted: Trained) -> float:
-    """Largest difference of logprobs."""
+    """Return the largest difference of logprobs."""
     return float(np.abs(found.logprobs - wanted.logprobs).max())
 
 
 def check(family: str, served_by: str) -> dict[str, Any]:
-    """Everything that the page says of a family with an engine; of routing in the last of the precisions."""
+    """Return all results of a family with an engine for the page; routing is from the last of the precisions."""
     with tempfile.TemporaryDirectory() as workspace:
         folder = Path(workspace, "model")
         wide = write_model(family, folder)
@@ -361,7 +361,7 @@ def check(family: str, served_by: str) -> dict[str, Any]:
 
 
 def run(family: str) -> dict[str, Any]:
-    """The check in a process of its own, with the first engine that serves the family."""
+    """Run the check in its own process, with the first engine that serves the family."""
     problems = []
     for served_by in ENGINES:
         command = [sys.executable, __file__, "--work", family, served_by]
@@ -374,7 +374,7 @@ def run(family: str) -> dict[str, Any]:
 
 
 def page(results: Sequence[dict[str, Any]], failed: Sequence[dict[str, Any]]) -> str:
-    """The page of results."""
+    """Return the page of results."""
     agreeing = [each for each in results if max(each["float32"].values()) <= TOLERANCE]
     head = PAGE.format(
         torch=version("torch").partition("+")[0],

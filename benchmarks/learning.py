@@ -44,17 +44,17 @@ class Aim:
 
 
 def rises_by(points: float) -> Aim:
-    """Ends at least this much above its start."""
+    """Return the aim to end at least this much above the start."""
     return Aim(f"+{points:g}", lambda start, end: end >= start + points)
 
 
 def ends_above(bound: float) -> Aim:
-    """Ends above a bound."""
+    """Return the aim to end above a bound."""
     return Aim(f"above {bound:g}", lambda start, end: end > bound)
 
 
 def falls_to(share: float) -> Aim:
-    """Ends at this share of its start or below."""
+    """Return the aim to end at this share of the start or below."""
     return Aim(f"to {share:g} of the start", lambda start, end: end <= share * start)
 
 
@@ -87,7 +87,7 @@ class Case:
     """Case that the change is shown beside, in the table and in the picture; empty if there is none."""
 
     def settings_of(self, seed: int, warm: Path, files: Path) -> list[str]:
-        """Keys of the run with a seed.
+        """Return the keys of the run with a seed.
 
         Args:
             seed: The seed.
@@ -142,7 +142,7 @@ STALE = (
 
 
 def on_policy(recipe: str, *settings: str, section: str = "grpo", baseline: str = "") -> Case:
-    """A recipe that learns from rewards: greedy accuracy on held-out sums, from that of the warmed-up model."""
+    """Return a recipe that learns from rewards: greedy accuracy on held-out sums, starting from the warmed-up model."""
     keys = ("val_at_start=true", "val_at_end=true", "val_period=12", "max_num_steps=48")
     measures = (Measure("val/accuracy", rises_by(0.2)),)
     given = (*GENERATION, *(f"{section}.{key}" for key in keys), *settings)
@@ -150,20 +150,21 @@ def on_policy(recipe: str, *settings: str, section: str = "grpo", baseline: str 
 
 
 def from_nothing(recipe: str, *settings: str, baseline: str = "") -> Case:
-    """A recipe of sums from a model that has learned nothing: greedy accuracy on held-out sums."""
+    """Return a recipe of sums from a model that has learned nothing: greedy accuracy on held-out sums."""
     case = on_policy(recipe, "policy.model_name=tiny-arithmetic", *settings, baseline=baseline)
     return replace(case, warm_key="")
 
 
 def in_environment(recipe: str, *settings: str, baseline: str = "") -> Case:
-    """A recipe of an environment, from the model that its own warm-up makes: reward on held-out rows, with vLLM."""
+    """Return a recipe of an environment, from the model that its own warm-up makes: reward on held-out rows, with
+    vLLM."""
     validates = ("grpo.val_at_start=true", "grpo.val_at_end=true", UNCHOSEN)
     measures = (Measure("val/accuracy", rises_by(0.3)),)
     return Case(recipe, "grpo", measures, (*validates, *settings), warm_key="", baseline=baseline)
 
 
 def of_pictures(recipe: str) -> Case:
-    """A recipe of GRPO about pictures: mean reward of the first step and of the last, with vLLM."""
+    """Return a recipe of GRPO about pictures: mean reward of the first step and of the last, with vLLM."""
     return Case(
         recipe,
         "grpo",
@@ -174,23 +175,23 @@ def of_pictures(recipe: str) -> Case:
 
 
 def estimator(value: str, *settings: str, baseline: str = "") -> Case:
-    """GRPO with another advantage estimator."""
+    """Return GRPO with another advantage estimator."""
     return on_policy("grpo-arithmetic", f"grpo.adv_estimator={value}", *settings, baseline=baseline)
 
 
 def preference(loss: str, *settings: str) -> Case:
-    """DPO with another loss: accuracy on held-out pairs, from one half."""
+    """Return DPO with another loss: accuracy on held-out pairs, starting from one half."""
     keys = ("dpo.val_at_end=true", f"dpo.loss={loss}", *settings)
     return Case("dpo-tiny", "dpo", (Measure("val/accuracy", rises_by(0.2)),), keys, baseline="dpo")
 
 
 def surrogate(value: str, *settings: str, baseline: str = "") -> Case:
-    """GRPO with another policy term."""
+    """Return GRPO with another policy term."""
     return on_policy("grpo-arithmetic", f"loss_fn.surrogate={value}", *settings, baseline=baseline)
 
 
 def distillation(recipe: str, *settings: str, baseline: str = "") -> Case:
-    """A recipe whose student learns from the warmed-up model: both KL divergences, on held-out sums."""
+    """Return a recipe whose student learns from the warmed-up model: both KL divergences, on held-out sums."""
     measures = tuple(Measure(f"val/{name}", falls_to(0.1)) for name in ("forward_kl", "reverse_kl"))
     validates = ("distillation.val_at_start=true", "distillation.val_at_end=true")
     keys = (*validates, *settings)
@@ -420,7 +421,7 @@ class Task:
 
 
 def make_runs(cases: Mapping[str, Case], seeds: Sequence[int], folder: Path, *, num_jobs: int) -> None:
-    """All of them, so many at once; one that fails is told, and the others are made."""
+    """Make all runs, a number of them at once; one that fails is reported, and the others are made."""
     folder.mkdir(parents=True, exist_ok=True)
     warm = folder / "warm"
     if any(case.warm_key for case in cases.values()) and not is_finished(warm):
@@ -491,7 +492,7 @@ def is_finished(run: Path) -> bool:
 
 
 def finished_runs(folder: Path, name: str, seeds: Sequence[int]) -> list[RunFolder]:
-    """Those of a case."""
+    """Return the finished runs of a case."""
     paths = [run_dir(folder, name, seed) for seed in seeds]
     return [RunFolder(path) for path in paths if is_finished(path)]
 
@@ -504,7 +505,7 @@ Curves = Mapping[tuple[str, str], Sequence[Curve]]
 
 
 def rows(cases: Mapping[str, Case], curves: Curves) -> Iterator[tuple[str, ...]]:
-    """Of the table: means over seeds, and the deviation of the end beside the change."""
+    """Yield the rows of the table: means over seeds, and the deviation of the end next to the change."""
     for name, case in cases.items():
         for measure in case.measures:
             found = curves[name, measure.metric]
@@ -528,7 +529,8 @@ def along(curves: Curves) -> Iterator[tuple[str, ...]]:
 
 
 def figures(found: Sequence[Curve], aim: Aim) -> list[str]:
-    """Of some runs: start, end, change, deviation of the end over seeds, their ratio, the aim and whether it is met."""
+    """Return the figures of runs: start, end, change, deviation of the end over seeds, their ratio, the aim and whether
+    it is met."""
     start = statistics.fmean(curve.values[0] for curve in found)
     ends = [curve.values[-1] for curve in found]
     end = statistics.fmean(ends)

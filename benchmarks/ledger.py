@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def layers(models: Sequence[str]) -> str:
-    """One layer of each model."""
+    """Return the table of one layer of each model."""
     rows = []
     for name in models:
         for what, settings in RECOMPUTE.items():
@@ -109,7 +109,7 @@ def layers(models: Sequence[str]) -> str:
 
 
 def heads(models: Sequence[str]) -> str:
-    """The head of models with 152k tokens."""
+    """Return the table of the head of models with 152k tokens."""
     rows = []
     for name in models:
         config = config_of(name)
@@ -138,7 +138,7 @@ def heads(models: Sequence[str]) -> str:
 
 
 def attention(models: Sequence[str]) -> str:
-    """Copies around attention."""
+    """Return the table of copies around attention."""
     rows = []
     for name in models:
         config = config_of(name)
@@ -169,7 +169,7 @@ def attention(models: Sequence[str]) -> str:
 
 
 def microbatch(models: Sequence[str]) -> str:
-    """Waits of the host in one microbatch."""
+    """Return the table of waits of the host in one microbatch."""
     costs = layout_costs([TOKENS // 8] * 8, GRPO_COLUMNS)
     rows = [(what, str(count)) for what, count in sorted(costs.waits.items())]
     return _titled(
@@ -181,7 +181,7 @@ def microbatch(models: Sequence[str]) -> str:
 
 
 def sharding(models: Sequence[str]) -> str:
-    """Collectives of FSDP2."""
+    """Return the table of FSDP2's collectives."""
     rows = []
     for name in models:
         for num_ranks in RANKS if name in SMALL else RANKS[-2:]:
@@ -203,7 +203,7 @@ def sharding(models: Sequence[str]) -> str:
 
 
 def experts(models: Sequence[str]) -> str:
-    """Expert parallelism."""
+    """Return the table of expert parallelism."""
     rows = []
     for name in [model for model in models if "num_experts_per_tok" in SHAPES[model]]:
         chunked = {"nothing, two chunks": {"recompute": "none", "expert_chunks": 2}}
@@ -237,7 +237,7 @@ def experts(models: Sequence[str]) -> str:
 
 
 def _across_nodes(models: Sequence[str]) -> str:
-    """Bytes of tokens that leave a node, and that move inside, if each layer's experts are on several."""
+    """Return the bytes of tokens that leave a node, and that move inside, if each layer's experts are on several."""
     rows = []
     for name in [model for model in models if "num_experts_per_tok" in SHAPES[model]]:
         for num_nodes in (2, 4):
@@ -257,7 +257,7 @@ def _across_nodes(models: Sequence[str]) -> str:
 
 
 def tensors(models: Sequence[str]) -> str:
-    """Tensor parallelism."""
+    """Return the table of tensor parallelism."""
     rows = []
     for name in [model for model in models if model == "Llama-70B"]:
         for size in (4, 8):
@@ -283,7 +283,7 @@ def tensors(models: Sequence[str]) -> str:
 
 
 def pipeline(models: Sequence[str]) -> str:
-    """Bubbles of pipelines."""
+    """Return the table of bubbles of pipelines."""
     rows = []
     for what, num_rows, length, dp, size, max_tokens, min_count in (
         ("DeepSeek-V3, 512 rows of 700 tokens", 512, 700, 32, 16, 8192, 0),
@@ -322,7 +322,7 @@ def pipeline(models: Sequence[str]) -> str:
 
 
 def phases(models: Sequence[str]) -> str:
-    """Speed of training by phase."""
+    """Return the table of the speed of training by phase."""
     found = {name: speed_of(each, H100) for name, each in trainings().items() if each.model in models}
     named = {
         "products": "matrix products of layers",
@@ -396,7 +396,7 @@ def _whole(name: str, settings: dict[str, Any], workload: Workload, num_ranks: i
 
 
 def _alike(name: str) -> Any:
-    """Config of a model whose layers are all of the kind that most are."""
+    """Return the config of a model whose layers are all of its most frequent kind."""
     return config_of(name, **({"first_k_dense_replace": 0} if "first_k_dense_replace" in SHAPES[name] else {}))
 
 

@@ -99,7 +99,7 @@ class InstantPool:
         self._version = 0
 
     def speculation(self) -> None:
-        """Nothing: no engine drafts."""
+        """Return None: no engine drafts."""
 
     def submit(self, tasks: Sequence[Any]) -> list[int]:
         tickets = list(range(self._num_tasks, self._num_tasks + len(tasks)))
@@ -223,7 +223,7 @@ def main() -> None:
 
 
 def report(found: Sequence[Mark]) -> str:
-    """The table, with the ratio of the last row to the first."""
+    """Return the table, with the ratio of the last row to the first."""
     head = ["step", "ms per step", "memory, MiB", "files", "size, MiB", "rollouts, MiB", "metrics, MiB"]
     rows = [_row(str(mark.step), mark) for mark in found]
     first, last = _numbers(found[0]), _numbers(found[-1])

@@ -105,13 +105,14 @@ def started(num_nodes: int, per_node: int) -> list[str]:
 
 
 def of_ray(driver: psutil.Process) -> list[psutil.Process]:
-    """All processes that have been started here, those included that a fork server has forked for a child."""
+    """Return all processes that have been started here, including the ones that a fork server has forked for a
+    child."""
     found = driver.children(recursive=True)
     return [*found, *(fork for each in found for fork in forks(each))]
 
 
 def forks(process: psutil.Process) -> Iterator[psutil.Process]:
-    """Processes that a process waits for without being their parent: it has a descriptor of them."""
+    """Yield processes that a process waits for without being their parent: it has a descriptor of them."""
     with suppress(OSError):
         for path in list(Path(f"/proc/{process.pid}/fdinfo").iterdir()):
             with suppress(OSError, psutil.Error):
@@ -121,7 +122,7 @@ def forks(process: psutil.Process) -> Iterator[psutil.Process]:
 
 
 def connections(pid: int) -> int:
-    """Number of sockets that a process has open."""
+    """Return the number of sockets that a process has open."""
     found = []
     for path in Path(f"/proc/{pid}/fd").iterdir():
         with suppress(OSError):
@@ -131,7 +132,7 @@ def connections(pid: int) -> int:
 
 @contextmanager
 def watched(most_gib: float) -> Iterator[list[float]]:
-    """Context that ends this process and all that it has started if they hold more memory; yields the peak in GiB."""
+    """End this process and all that it has started if they hold more memory; yield the peak in GiB."""
     done, peak, driver = threading.Event(), [0.0], psutil.Process()
 
     def watch() -> None:

@@ -36,7 +36,7 @@ from rl_dtensor.parallel.mesh import DTensorMesh
 
 
 def open_connections() -> int:
-    """Number of sockets that this process has open."""
+    """Return the number of sockets that this process has open."""
     names = (os.readlink(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd") if _is_open(number))
     return sum(name.startswith("socket:") for name in names)
 
@@ -62,7 +62,8 @@ def join(rank: int, num_ranks: int, port: int, answers: int) -> None:
 
 
 def started(num_ranks: int) -> tuple[float, float, int, int]:
-    """Seconds of the start, processor seconds of all ranks, keys of the store, and connections of the busiest rank."""
+    """Return the seconds of the start, processor seconds of all ranks, keys of the store, and connections of the
+    busiest rank."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -100,7 +101,7 @@ def _children_seconds() -> float:
 
 
 def plan_of(rank: int, num_ranks: int, num_items: int) -> SavePlan:
-    """Plan of a rank that holds a slice of every tensor, of no data."""
+    """Return the plan of a rank that holds a slice of every tensor, of no data."""
     rows, columns = 8, 64
     chunk = ChunkStorageMetadata(torch.Size([rank * rows, 0]), torch.Size([rows, columns]))
     data = TensorWriteData(chunk, TensorProperties(torch.float32), torch.Size([num_ranks * rows, columns]))
@@ -110,7 +111,7 @@ def plan_of(rank: int, num_ranks: int, num_items: int) -> SavePlan:
 
 
 def planned(num_ranks: int, num_items: int) -> tuple[float, float, float, float]:
-    """Processor seconds of rank 0: to receive the items, to plan, to send the plans, and to plan again."""
+    """Return the processor seconds of rank 0: to receive the items, to plan, to send the plans, and to plan again."""
     planner = KeptSavePlanner()
     planner.set_up_planner({}, is_coordinator=True)
     planner.create_local_plan()

@@ -37,12 +37,12 @@ class SkewedLengths:
     long_share: float
 
     def share_longer(self, tokens: int) -> float:
-        """Share of completions with more than a number of tokens."""
+        """Return the share of completions with more than a number of tokens."""
         short, long = (1 - 1 / mean for mean in (self.short_mean, self.long_mean))
         return (1 - self.long_share) * short**tokens + self.long_share * long**tokens
 
     def percentile(self, share: float) -> int:
-        """The smallest number of tokens that at most `1 - share` of the completions exceed."""
+        """Return the smallest number of tokens that at most `1 - share` of the completions exceed."""
         tokens = 0
         while self.share_longer(tokens) > 1 - share:
             tokens += 1
@@ -60,7 +60,7 @@ class ModelSize:
 
 
 def make_endless_model(folder: Path, size: ModelSize) -> None:
-    """A tiny model whose completions always run to their limit, with any sampler and any settings.
+    """Write a tiny model whose completions always run to their limit, with any sampler and any settings.
 
     Systems stop by different rules, but must generate equally many tokens. So the model almost never ends: one
     hidden dimension is the same for every token and no layer adds to it, and of all rows of the (tied) head only the
@@ -76,7 +76,7 @@ def make_endless_model(folder: Path, size: ModelSize) -> None:
 
 
 def make_skewed_model(folder: Path, size: ModelSize, lengths: SkewedLengths) -> None:
-    """A tiny model whose completions have random lengths of a known law, with any sampler at temperature 1.
+    """Write a tiny model whose completions have random lengths of a known law, with any sampler at temperature 1.
 
     Three hidden dimensions are functions of the last token alone, because no layer adds to them: 1 for the tokens of
     the short mode, 1 for those of the long mode, and 1 for all, times `MODE_BIAS`. So a token is followed by one of its
@@ -119,7 +119,7 @@ def _make_model(folder: Path, size: ModelSize) -> int:
 
 
 def _keep_dimensions(weights: Mapping[str, Any], count: int) -> None:
-    """No layer adds to the last dimensions of the hidden state."""
+    """Let no layer add to the last dimensions of the hidden state."""
     for name, weight in weights.items():
         if name.endswith(("o_proj.weight", "down_proj.weight")):
             weight[-count:] = 0
@@ -143,13 +143,13 @@ def num_parameters(folder: Path) -> int:
 
 
 def write_sums(path: Path, count: int) -> None:
-    """JSON lines of questions with one-digit answers, all of one length."""
+    """Write JSON lines of questions with one-digit answers, all of one length."""
     rows = [{"question": f"{i % 5}+{i // 5 % 5}=", "answer": str(i % 5 + i // 5 % 5)} for i in range(count)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def sums_data(path: Path, environment: str) -> dict[str, Any]:
-    """The section `data` of a run on the questions that `write_sums` wrote.
+    """Return the section `data` of a run on the questions that `write_sums` wrote.
 
     Args:
         environment: that scores the answers.
@@ -159,7 +159,7 @@ def sums_data(path: Path, environment: str) -> dict[str, Any]:
 
 
 def rl_command(*arguments: str, python: str | Path = sys.executable) -> list[str]:
-    """`rl` of an interpreter's environment."""
+    """Return the command `rl` of an interpreter's environment."""
     return [str(python), "-m", "rl_launch.cli", *arguments]
 
 
@@ -173,12 +173,13 @@ def run_logged(command: Sequence[str], log: Path, environ: Mapping[str, str] | N
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """The lines of a run's `metrics.jsonl`."""
+    """Return the lines of a run's `metrics.jsonl`."""
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
 def recorded_at(run_dir: Path, step: int) -> float:
-    """Seconds since the epoch at which a step's rollouts were written; between two such times lies one whole step."""
+    """Return the seconds since the epoch when a step's rollouts were written; between two such times lies one whole
+    step."""
     return (run_dir / "rollouts" / f"step_{step}.jsonl").stat().st_mtime
 
 
@@ -193,7 +194,7 @@ def use_cores(count: int | None) -> int:
 
 
 def surroundings(*distributions: str) -> str:
-    """One line: processor, cores, Python and versions of distributions."""
+    """Return one line: processor, cores, Python and versions of distributions."""
     found = [f"{name} {importlib.metadata.version(name)}" for name in distributions]
     cores = len(os.sched_getaffinity(0))
     return f"{_processor()}, {cores} cores, load {os.getloadavg()[0]:.1f}; Python {platform.python_version()}; " + (
@@ -202,7 +203,7 @@ def surroundings(*distributions: str) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table, the first column left-aligned, the others right-aligned."""
+    """Return a Markdown table, the first column left-aligned, the others right-aligned."""
     lines = [head, *rows]
     first, *others = [max(map(len, column)) for column in zip(*lines, strict=True)]
     form = "| " + " | ".join([f"{{:<{first}}}", *(f"{{:>{width}}}" for width in others)]) + " |"
@@ -212,7 +213,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def seconds(value: float) -> str:
-    """Seconds with three significant digits."""
+    """Return seconds as text with three significant digits."""
     return f"{value:.3f}" if value < 10 else f"{value:.1f}"
 
 

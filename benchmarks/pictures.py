@@ -21,12 +21,13 @@ Squares = tuple[str, str, str, str]
 
 
 def write_captions(folder: Path) -> list[str]:
-    """Captions of all pictures in three colours, which name the squares row by row; returns the keys of the data."""
+    """Write captions of all pictures in three colours, which list the squares row by row; return the keys of the
+    data."""
     return _write(folder, list(_captions(folder)), ", processor: llava")
 
 
 def write_preferences(folder: Path) -> list[str]:
-    """The right count of red or green squares before each wrong one; returns the keys of the data."""
+    """Write the right count of red or green squares before each wrong one; return the keys of the data."""
     return _write(folder, list(_preferences(folder)), "")
 
 

@@ -87,11 +87,11 @@ class Made:
         self.kl = abs(float(random.normal()))
 
     def logprobs_of(self, logits: Tensor) -> Tensor:
-        """Logprobs `[rows, width - 1]` of all tokens but the first."""
+        """Return the logprobs `[rows, width - 1]` of all tokens except the first."""
         return logits[:, :-1].log_softmax(-1).gather(-1, self.ids[:, 1:, None])[..., 0]
 
     def ours(self, loss: PreferenceLoss | KTOLoss) -> tuple[float, Tensor]:
-        """The loss here, and its gradient by the logits."""
+        """Return the loss here, and its gradient by the logits."""
         logprobs = self.logprobs_of(self.logits)
         collision = self.logits[:, :-1].softmax(-1).square().sum(-1)
         # Here the two responses of a pair follow each other.
@@ -128,12 +128,12 @@ class Made:
         return value.item(), self._gradient(value)
 
     def theirs(self, compute: Callable[[Made], Tensor]) -> tuple[float, Tensor]:
-        """The loss of TRL, and its gradient by the logits."""
+        """Return the loss of TRL, and its gradient by the logits."""
         value = compute(self)
         return value.item(), self._gradient(value)
 
     def outputs(self, logits: Tensor) -> Any:
-        """What TRL's fused head returns."""
+        """Return the outputs of TRL's fused head."""
         distribution = logits[:, :-1].softmax(-1)
         return SimpleNamespace(
             log_probs=self.logprobs_of(logits) * self.mask[:, 1:],
@@ -149,7 +149,7 @@ class Made:
 
 @contextmanager
 def in_float64() -> Iterator[None]:
-    """Without the casts of TRL to float32."""
+    """Leave out TRL's casts to float32."""
     doubled = SimpleNamespace(**{**vars(torch), "float32": torch.float64})
     casts = mock.patch.object(Tensor, "float", lambda tensor: tensor.double())
     with casts, mock.patch.object(trl.trainer.dpo_trainer, "torch", doubled):
@@ -157,7 +157,7 @@ def in_float64() -> Iterator[None]:
 
 
 def trainer(**fields: Any) -> Any:
-    """The attributes that TRL's methods read of a trainer."""
+    """Return the attributes that TRL's methods read of a trainer."""
     gather = dict.fromkeys(("gather", "gather_for_metrics"), lambda value: value)
     accelerator = SimpleNamespace(device="cpu", **gather)
     model = torch.nn.Module()
@@ -186,7 +186,7 @@ def trainer(**fields: Any) -> Any:
 
 
 def dpo(*kinds: str, **fields: Any) -> Callable[[Made], Tensor]:
-    """A loss of TRL's DPO trainer."""
+    """Return a loss of TRL's DPO trainer."""
 
     def compute(made: Made) -> Tensor:
         reference = made.outputs(made.logits)
@@ -199,7 +199,7 @@ def dpo(*kinds: str, **fields: Any) -> Callable[[Made], Tensor]:
 
 
 def kto(kind: str, **fields: Any) -> Callable[[Made], Tensor]:
-    """A loss of TRL's KTO trainer, with a given estimate of the KL divergence."""
+    """Return a loss of TRL's KTO trainer, with a given estimate of the KL divergence."""
 
     def compute(made: Made) -> Tensor:
         reference = made.outputs(made.logits)
@@ -222,7 +222,7 @@ def kto(kind: str, **fields: Any) -> Callable[[Made], Tensor]:
 
 
 def without_reference(kind: Any, **fields: Any) -> Callable[[Made], Tensor]:
-    """A loss of TRL's CPO or ORPO trainer."""
+    """Return a loss of TRL's CPO or ORPO trainer."""
 
     def compute(made: Made) -> Tensor:
         labels = made.ids.masked_fill(~made.mask, MASKED)
@@ -241,7 +241,7 @@ def without_reference(kind: Any, **fields: Any) -> Callable[[Made], Tensor]:
 
 
 def pair(term: Any, **fields: Any) -> PreferenceLoss:
-    """A loss of pairs."""
+    """Return a loss of pairs."""
     return PreferenceLoss(term, **fields)
 
 
@@ -295,7 +295,7 @@ OF_ONE_LENGTH = ("cpo", "orpo")
 
 
 def largest(name: str, num_batches: int) -> tuple[float, float]:
-    """The largest differences of the loss, relative above 1, and of its gradient."""
+    """Return the largest differences of the loss, relative above 1, and of its gradient."""
     loss, compute = CASES[name]
     worst = [0.0, 0.0]
     for seed in range(num_batches):

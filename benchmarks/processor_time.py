@@ -60,7 +60,7 @@ def _kind(title: str) -> str:
 
 
 def _seconds_by_process() -> dict[tuple[int, str], tuple[float, str]]:
-    """Processor seconds and command line of every process with the tag, by its number and start."""
+    """Return the processor seconds and command line of every process with the tag, by its number and start."""
     found = {}
     for folder in Path("/proc").iterdir():
         if not folder.name.isdigit():

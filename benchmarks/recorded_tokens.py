@@ -24,5 +24,5 @@ class RecordedTokens(MultiTurnProgram):
 
 
 def score(response: str) -> float:
-    """Share of the characters that are lowercase letters."""
+    """Return the share of the characters that are lowercase letters."""
     return sum(character.islower() for character in response) / max(1, len(response))

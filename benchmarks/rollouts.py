@@ -125,7 +125,8 @@ class Bench:
 
 
 async def overhead_ms(bench: Bench, concurrent: int, repeats: int) -> float:
-    """Median milliseconds of CPU time that the rollout layer adds to a turn: other work of the machine adds none."""
+    """Return the median milliseconds of CPU time that the rollout layer adds to a turn: other work of the machine adds
+    none."""
     seconds = []
     for _ in range(repeats):
         begin = time.process_time()
@@ -137,15 +138,14 @@ async def overhead_ms(bench: Bench, concurrent: int, repeats: int) -> float:
 
 
 def resident_mib() -> float:
-    """Resident memory of this process."""
+    """Return the resident memory of this process."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * 4096 / 2**20
 
 
 def throughput(folder: str, num_replicas: int, num_batches: int, concurrent: int) -> tuple[float, float]:
-    """Rollouts per second, and CPU seconds of one, of replicas that play so many batches of so many rollouts each, all
-    at the same time.
-    """
+    """Return the rollouts per second and the CPU seconds of one, of replicas that all play a number of batches at the
+    same time."""
     context = multiprocessing.get_context("spawn")
     start, times = context.Barrier(num_replicas), context.SimpleQueue()
     arguments = (folder, num_batches, concurrent, start, times)
@@ -177,7 +177,7 @@ def play_as_replica(folder: str, num_batches: int, concurrent: int, start: Barri
 
 
 async def memory(bench: Bench, num_rollouts: int, concurrent: int) -> list[tuple[int, float]]:
-    """Resident memory after each quarter of the rollouts."""
+    """Return the resident memory after each quarter of the rollouts."""
     readings, played = [], 0
     for quarter in range(1, 5):
         while played < num_rollouts * quarter / 4:

@@ -49,7 +49,7 @@ STATED: Mapping[str, Mapping[str, Any]] = {
 
 
 def config_of(family: str) -> Any:
-    """The family's config by default.
+    """Return the family's default config.
 
     Raises:
         ConfigError: if the family needs what only files state.
@@ -65,7 +65,8 @@ def config_of(family: str) -> Any:
 
 
 def write_served(config: Any, folder: Path, *, seed: int, sizes: Mapping[str, Any] = SYNC_SIZES) -> Path:
-    """A random model of the family at sizes that vLLM's kernels on CPU take, as Hugging Face files.
+    """Write a random model of the family at sizes that vLLM's kernels on CPU take, as Hugging Face files; return its
+    folder.
 
     Args:
         sizes: over those of the self-check.
@@ -100,7 +101,7 @@ def _spread_corrections(folder: Path, seed: int) -> None:
 
 
 def _said_on_the_hub(folder: Path, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of configs on the hub that vLLM reads and transformers has no values of."""
+    """Return the fields of configs on the hub that vLLM reads and that transformers has no values for."""
     from rl_core.torch.files.model_files import WeightFiles
 
     files = WeightFiles.of(folder)
@@ -142,6 +143,6 @@ def _said_on_the_hub(folder: Path, fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def one_line(text: str, most: int = 400) -> str:
-    """The end of a message, which names the cause, on one line."""
+    """Return the end of a message, which contains the cause, on one line."""
     line = " ".join(text.split())
     return line if len(line) <= most else "... " + line[-most:]

@@ -30,12 +30,12 @@ class SimulatedRanks:
         self._model = FakeModel()
 
     def infer(self, batch: Batch, reads: Sequence[Read], *, reference: bool = False, temperature: float = 1.0) -> Batch:
-        """Numbers instead of logprobs."""
+        """Return numbers instead of logprobs."""
         self._model.calls.clear()
         return self._model.infer(batch, reads, reference=reference, temperature=temperature)
 
     def train_step(self, batch: Batch, loss: Loss) -> Mapping[str, Metric]:
-        """Metrics of one update of this rank's shard."""
+        """Return the metrics of one update of this rank's shard."""
         self._model.calls.clear()
         return self._model.train_step(batch, loss)
 
@@ -57,7 +57,7 @@ class SimulatedReplica:
         self._has_tasks = asyncio.Event()
 
     async def start(self) -> None:
-        """Ready at once."""
+        """Return at once: it is ready."""
 
     async def begin(self, tasks: Sequence[tuple[int, RolloutTask]]) -> None:
         """Take groups."""
@@ -65,7 +65,7 @@ class SimulatedReplica:
         self._has_tasks.set()
 
     async def finished(self) -> tuple[Sequence[tuple[int, GroupReport]], Batch, Batch]:
-        """The next groups, as if all of them had finished together."""
+        """Return the next groups, as if all of them had finished together."""
         await self._has_tasks.wait()
         taken = [self._tasks.popleft() for _ in range(min(self._together, len(self._tasks)))]
         if not self._tasks:
@@ -75,11 +75,11 @@ class SimulatedReplica:
         return list(zip([number for number, _ in taken], reports, strict=True)), columns, records
 
     async def write_rollouts(self, path: str, part: Any, row: Any, advantages: Any, *stores: Batch) -> None:
-        """As a rollout worker does."""
+        """Write as a rollout worker does."""
         await RolloutWorker.write_rollouts(self, path, part, row, advantages, *stores)  # type: ignore[arg-type]  # it reads nothing of a worker
 
     async def health(self) -> Mapping[str, Any]:
-        """An engine without requests."""
+        """Return the health of an engine without requests."""
         return {"num_requests": 0, "num_sampled": 0}
 
     def _rollout(self, prompt: Prompt) -> Rollout:

@@ -63,7 +63,7 @@ Measured = tuple[list[float], dict[str, float]]
 
 
 def compared(recipe: str, scratch: Path, checkout: Path | None, repeats: int) -> dict[str, list[Measured]]:
-    """Seconds by part and processor seconds by process of each run, by the kind of start."""
+    """Return the seconds by part and the processor seconds by process of each run, by the kind of start."""
     after = scratch / "after"
     after.mkdir(exist_ok=True)
     other = "other checkout" if checkout else "no fork server"
@@ -87,7 +87,8 @@ def compared(recipe: str, scratch: Path, checkout: Path | None, repeats: int) ->
 
 
 def comparison(unit: str, names: Sequence[str], runs: Mapping[str, Sequence[Sequence[float]]]) -> str:
-    """A table of the medians of rows of numbers, with their sums and the ratio of these to the first column's."""
+    """Return a table of the medians of rows of numbers, with their sums and the ratio of these to the first
+    column's."""
     columns = [[median(values) for values in zip(*each, strict=True)] for each in runs.values()]
     sums = [median(sum(values) for values in each) for each in runs.values()]
     rows = [(name, *(seconds(column[index]) for column in columns)) for index, name in enumerate(names)]
@@ -99,7 +100,7 @@ def comparison(unit: str, names: Sequence[str], runs: Mapping[str, Sequence[Sequ
 def start_up(
     python: Path, recipe: str, run_dir: Path, overrides: Sequence[str], environ: Mapping[str, str]
 ) -> Measured:
-    """Seconds of each part of one run, and its processor seconds by kind of process."""
+    """Return the seconds of each part of one run, and its processor seconds by kind of process."""
     settings = [f"{recipe.partition('-')[0]}.max_num_steps=1", "checkpointing.enabled=false", f"run_dir={run_dir}"]
     started = time.time()
     command = rl_command("train", recipe, *settings, *overrides, python=python)
@@ -116,7 +117,7 @@ def start_up(
 
 
 def workers_started(lines: Sequence[str]) -> tuple[float, float]:
-    """When all workers had started, in seconds since the epoch, and how long they took."""
+    """Return the seconds since the epoch when all workers had started, and how long they took."""
     for line in lines:
         match = _STARTED.match(line)
         if match is not None:

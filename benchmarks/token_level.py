@@ -40,11 +40,11 @@ class Words:
     """Texts of about the length of an English token."""
 
     def text(self, number: int) -> bytes:
-        """A word that differs by token."""
+        """Return a word that differs by token."""
         return b"w%d " % number
 
     def is_special(self, number: int) -> bool:
-        """No token is special."""
+        """Return False: no token is special."""
         return False
 
 
@@ -66,7 +66,7 @@ class PairedRun(MeasuredRun):
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """As the session's."""
+        """See the session."""
         with super().phase(name):
             yield
             if name == "training":
@@ -75,7 +75,7 @@ class PairedRun(MeasuredRun):
     def record_rollouts(
         self, step: int, groups: Sequence[RolloutGroup], advantages: np.ndarray, *, batch: Batch | None = None
     ) -> None:
-        """As the session's, with the tokens of the level of the step."""
+        """See the session; the tokens have the level of the step."""
         level = LEVELS[(step - 2) // BLOCK % len(LEVELS)] if step > 1 else "none"
         super().record_rollouts(step, groups, advantages, batch=batch if level == "sampled" else None)
         if level != "all":
@@ -122,7 +122,7 @@ def main() -> None:
 
 
 def costs(run: PairedRun) -> str:
-    """The table of seconds and ratios."""
+    """Return the table of seconds and ratios."""
     steps = run.found[BLOCK * len(LEVELS) :]
     blocks = [steps[start + UNCOUNTED : start + BLOCK] for start in range(0, len(steps), BLOCK)]
     rows = []
@@ -149,7 +149,7 @@ def costs(run: PairedRun) -> str:
 
 
 def sizes(folder: Path) -> str:
-    """Bytes of a token in the files of each level."""
+    """Return the bytes of a token in the files of each level."""
     import pyarrow.parquet as pq
 
     found: dict[int, list[int]] = {}

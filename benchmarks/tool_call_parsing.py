@@ -51,7 +51,7 @@ CALLS = {
 
 
 def turns(size: int) -> Iterator[tuple[str, str, str]]:
-    """The format whose marks a turn has, what it repeats, and the turn."""
+    """Yield the format whose marks a turn has, what it repeats, and the turn."""
     for name, marks in MARKS.items():
         units = {unit for mark in (*marks, *THOUGHTS) for unit in (mark, mark[:-1] or mark)}
         units |= {"".join(pair) for pair in itertools.permutations((*marks, *THOUGHTS), 2)}
@@ -66,7 +66,7 @@ def turns(size: int) -> Iterator[tuple[str, str, str]]:
 
 
 def milliseconds(parse: Parser, turn: str, repeats: int) -> float:
-    """The least of several readings."""
+    """Return the least of several readings."""
     spent = []
     for _ in range(repeats):
         begin = time.process_time()
@@ -76,7 +76,7 @@ def milliseconds(parse: Parser, turn: str, repeats: int) -> float:
 
 
 def slowest(name: str, length: int, repeats: int) -> list[str]:
-    """The row of a format: of all turns, the one that takes the longest at the middle length."""
+    """Return the row of a format: the turn that takes the longest at the middle length."""
     parse = FORMATS[name].parse
     measured = [
         (milliseconds(parse, turn, 1), written, unit, index)

@@ -43,7 +43,7 @@ class SimulatedHost:
         self._count = count
 
     def take_spans(self) -> SpanReport:
-        """Spans that end now."""
+        """Return spans that end now."""
         now = time.monotonic_ns()
         found = tuple(Span("calls", "train_step", now - 1000 * (n + 1), now - 1000 * n) for n in range(self._count))
         return SpanReport(1, "host", machine_clock(), now, found)
@@ -57,7 +57,8 @@ class Steps:
         self._written = written
 
     def traced(self, step: int) -> tuple[float, float, float]:
-        """CPU seconds of a step with its collection, those of the trace's thread, and wall seconds that it waits."""
+        """Return the CPU seconds of a step with its collection and of the trace's thread, and the wall seconds that the
+        step waits."""
         cpu, began = time.process_time(), time.perf_counter()
         self._trace.begin_step(step)
         self._trace.end_step(step, {})
@@ -69,7 +70,7 @@ class Steps:
         return time.process_time() - cpu, self._trace.thread_s, waited
 
     def untraced(self) -> float:
-        """CPU seconds of the same time without a trace."""
+        """Return the CPU seconds of the same time without a trace."""
         cpu = time.process_time()
         time.sleep(0.5)
         return time.process_time() - cpu

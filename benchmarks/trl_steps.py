@@ -84,7 +84,7 @@ class StepClock(TrainerCallback):
 
 
 def reward(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
-    """1 if the last number of a completion is the answer."""
+    """Return 1 if the last number of a completion is the answer."""
     texts = [completion[0]["content"] for completion in completions]
     numbers = [re.findall(r"\d+", text) for text in texts]
     return [float(bool(found) and found[-1] == right) for found, right in zip(numbers, answer, strict=True)]

@@ -129,7 +129,7 @@ def _environment(cache: Path) -> dict[str, str]:
 
 
 def measure(folder: Path, cache: Path, num_steps: int) -> list[tuple[str, float, float]]:
-    """Seconds of each request, and memory of the server after it."""
+    """Return the seconds of each request, and memory of the server after it."""
     server, found = Server(folder, cache), []
 
     def note(what: str, seconds: float) -> None:

@@ -66,14 +66,14 @@ class Case:
 
     @classmethod
     def parse(cls, text: str) -> Case:
-        """`MB:TENSORS`."""
+        """Return the case that `MB:TENSORS` describes."""
         megabytes, _, num_tensors = text.partition(":")
         if not (megabytes.isdigit() and num_tensors.isdigit() and int(megabytes) and int(num_tensors)):
             raise argparse.ArgumentTypeError(f"got {text!r}; write MB:TENSORS, such as 100:12")
         return cls(int(megabytes), int(num_tensors))
 
     def manifest(self) -> Manifest:
-        """The manifest of the tensors."""
+        """Return the manifest of the tensors."""
         shape = (self.megabytes * MEGABYTE // 4 // self.num_tensors,)
         return Manifest(1, tuple(TensorSpec(f"t{index}", shape, "float32") for index in range(self.num_tensors)))
 
@@ -119,7 +119,7 @@ def main() -> None:
 
 
 def measured(case: Case, device: Device, repeats: int, threads: int) -> str:
-    """The table of one case."""
+    """Return the table of one case."""
     manifest = case.manifest()
     tensors = {spec.name: torch.randn(spec.shape, device=device.torch_device) for spec in manifest.tensors}
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
@@ -138,7 +138,7 @@ def measured(case: Case, device: Device, repeats: int, threads: int) -> str:
 
 
 def compared(case: Case, dim: int, device: Device, repeats: int, threads: int) -> str:
-    """The table of one case with adapters, merged and alone."""
+    """Return the table of one case with adapters, merged and alone."""
     width, place = case.width, device.torch_device
     weights = {f"t{index}.weight": torch.randn(width, width, device=place) for index in range(case.num_tensors)}
     factors: dict[str, torch.Tensor] = {}
@@ -162,7 +162,7 @@ def compared(case: Case, dim: int, device: Device, repeats: int, threads: int) -
 
 
 def with_changes(case: Case, share: float, device: Device, repeats: int, threads: int) -> str:
-    """The table of one case whose values change by a share before each transfer."""
+    """Return the table of one case whose values change by a share before each transfer."""
     count = case.megabytes * MEGABYTE // 2 // case.num_tensors
     manifest = Manifest(1, tuple(TensorSpec(f"t{index}", (count,), "bfloat16") for index in range(case.num_tensors)))
     tensors = {spec.name: torch.randn(count, device=device.torch_device).bfloat16() for spec in manifest.tensors}
@@ -183,7 +183,7 @@ def with_changes(case: Case, share: float, device: Device, repeats: int, threads
 
 
 def in_parts(case: Case, num_ranks: int, device: Device, repeats: int, threads: int) -> str:
-    """The table of one case whose receivers keep some rows each."""
+    """Return the table of one case whose receivers keep some rows each."""
     width = case.width - case.width % num_ranks
     tensors = {f"t{index}": torch.randn(width, width, device=device.torch_device) for index in range(case.num_tensors)}
     manifest = Manifest(1, tuple(TensorSpec(name, (width, width), "float32") for name in tensors))
@@ -200,7 +200,7 @@ def in_parts(case: Case, num_ranks: int, device: Device, repeats: int, threads: 
 
 
 def exchanged(case: Case, num_ranks: int, repeats: int, threads: int) -> str:
-    """The table of one case whose ranks gather whole tensors, or exchange pieces of them."""
+    """Return the table of one case whose ranks gather whole tensors, or exchange pieces of them."""
     port = free_port()
     found = results_of(
         [(fill_buckets, (case, rank, num_ranks, port, repeats, threads)) for rank in range(num_ranks)],
@@ -219,7 +219,8 @@ def exchanged(case: Case, num_ranks: int, repeats: int, threads: int) -> str:
 def fill_buckets(
     case: Case, rank: int, num_ranks: int, port: int, repeats: int, threads: int, pipe: Connection
 ) -> None:
-    """One of the ranks, which sends for each way: seconds of the processor, bytes that arrive, bytes that it keeps."""
+    """Run one of the ranks, which sends for each way: seconds of the processor, bytes that arrive, bytes that it
+    keeps."""
     torch.set_num_threads(threads)
     store = dist.TCPStore("127.0.0.1", port, num_ranks, is_master=rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
@@ -280,22 +281,22 @@ class Matrices:
 
     @classmethod
     def of(cls, case: Case, num_ranks: int) -> Matrices:
-        """Those of a case, of about its size."""
+        """Return the matrices of a case, of about its size."""
         width = math.isqrt(case.megabytes * MEGABYTE // 2 // case.num_tensors)
         return cls(width // num_ranks * num_ranks, case.num_tensors, num_ranks)
 
     def manifest(self, *, in_parts: bool) -> Manifest:
-        """The manifest of the matrices."""
+        """Return the manifest of the matrices."""
         specs = (TensorSpec(f"t{at}", (self.width, self.width), "bfloat16") for at in range(self.count))
         return Manifest(1, tuple(specs), is_held_in_parts=in_parts)
 
     def kept(self, rank: int) -> Parts:
-        """What a receiver keeps."""
+        """Return the parts that a receiver keeps."""
         columns = torch.empty(self.width, self.width, device="meta").chunk(self.num_ranks, 1)[rank]
         return {f"t{at}": (Region.of(columns),) for at in range(self.count)}
 
     def held(self, rank: int) -> dict[str, list[HeldPart]]:
-        """What a rank of the policy holds, the same at every call."""
+        """Return the parts that a rank of the policy holds, the same at every call."""
         rows = self.width // self.num_ranks
         box = ((rank * rows, (rank + 1) * rows), (0, self.width))
         random = torch.Generator().manual_seed(rank)
@@ -306,7 +307,7 @@ class Matrices:
 
 
 def exchanged_apart(case: Case, num_ranks: int, repeats: int, threads: int) -> str:
-    """The table of one case whose receivers are on other devices."""
+    """Return the table of one case whose receivers are on other devices."""
     context, port = multiprocessing.get_context("spawn"), free_port()
     transports = [
         Transport("collective", f"127.0.0.1:{free_port()}", num_ranks, CPU.bucket_bytes, every_rank_sends=in_parts)
@@ -331,8 +332,8 @@ def exchanged_apart(case: Case, num_ranks: int, repeats: int, threads: int) -> s
 
 
 def results_of(works: Sequence[tuple[Callable[..., None], tuple[Any, ...]]], context: SpawnContext) -> list[Any]:
-    """What each work sends through the pipe that is its last argument, from a process of its own; all have ended then,
-    so that none takes time from what comes next."""
+    """Return the object that each work sends through the pipe that is its last argument. Each runs in its own process,
+    and all have ended when this returns, so that none takes time from the next measurement."""
     pipes, processes = [], []
     for work, given in works:
         ours, theirs = context.Pipe(duplex=False)
@@ -356,7 +357,7 @@ def send_apart(
     barrier: Barrier,
     pipe: Connection,
 ) -> None:
-    """One of the policy's ranks, which sends for each way its seconds of the processor."""
+    """Run one of the policy's ranks, which sends its processor seconds of each way."""
     torch.set_num_threads(threads)
     store = dist.TCPStore("127.0.0.1", port, matrices.num_ranks, is_master=rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=matrices.num_ranks)
@@ -396,7 +397,7 @@ def receive_apart(
     barrier: Barrier,
     pipe: Connection,
 ) -> None:
-    """A receiver, which sends for each way its seconds of the processor and the sum of what it keeps."""
+    """Run a receiver, which sends its processor seconds of each way and the sum of the values that it keeps."""
     torch.set_num_threads(threads)
     ends, keeps, sums = (ReceivingEnd(CPU), ReceivingEnd(CPU)), matrices.kept(rank), [0.0, 0.0]
     kept = {name: torch.empty(parts[0].size, dtype=torch.bfloat16) for name, parts in keeps.items()}
@@ -420,8 +421,8 @@ def receive_apart(
 def processor_seconds_of(
     ways: Sequence[Callable[[], None]], repeats: int, barrier: Barrier, after: Callable[[int], None] = lambda way: None
 ) -> list[float]:
-    """The fewest seconds of this process for each way, in turn with all other processes; the first turn, in which they
-    connect, does not count.
+    """Return the minimum seconds of this process for each way. All processes take the ways in turn, and the first turn,
+    when they connect, does not count.
 
     Args:
         ways: The work of this process.
@@ -453,8 +454,8 @@ def transfer(
     keep: Sequence[Parts] = ({},),
     sends_parts: bool = True,
 ) -> tuple[float, int]:
-    """Seconds of the fastest of several transfers, after one that does not count, to processes that copy the tensors
-    into their own, and the bytes of the last one.
+    """Return the seconds of the fastest of several transfers, after one that does not count, to processes that copy the
+    tensors into their own, and the bytes of the last one.
 
     Args:
         change: changes the tensors between two transfers.
@@ -505,7 +506,7 @@ def ask(pipes: Sequence[Connection]) -> None:
 def receive(
     manifest: Manifest, transport: Transport, rank: int, keeps: Parts, sends_parts: bool, pipe: Connection, threads: int
 ) -> None:
-    """Another process."""
+    """Receive transfers in a process of its own."""
     torch.set_num_threads(threads)
     device = CUDA if torch.cuda.is_available() else CPU
     place = device.torch_device
@@ -534,7 +535,7 @@ def copy(tensors: Iterable[tuple[str, torch.Tensor]], targets: Mapping[str, torc
 
 
 def best(work: Callable[[], object], device: Device, repeats: int) -> float:
-    """Seconds of the fastest of several runs, after one that does not count."""
+    """Return the seconds of the fastest of several runs, after one that does not count."""
     work()
     taken = []
     for _ in range(repeats):

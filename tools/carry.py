@@ -77,12 +77,12 @@ def main() -> None:
 
 
 def normal(name: str) -> str:
-    """A distribution's name as indexes write it."""
+    """Return a distribution's name as indexes write it."""
     return re.sub(r"[-_.]+", "-", name.strip().lower())
 
 
 def requirements() -> Iterator[str]:
-    """What the packages of this repository require of others, with extras and without versions."""
+    """Yield the requirements of this repository's packages, with extras and without versions."""
     for path in sorted(ROOT.glob("packages/*/pyproject.toml")):
         project = tomllib.loads(path.read_text())["project"]
         extra = project.get("optional-dependencies", {}).get(EXTRAS.get(project["name"], ""), [])
@@ -108,7 +108,7 @@ def install(site: Path, python: str, there: dict[str, str]) -> None:
 
 
 def kept_files(site: Path, there: dict[str, str]) -> Iterator[str]:
-    """Paths within the site of all files to carry."""
+    """Yield the paths within the site of all files to carry."""
     for distribution in distributions(path=[str(site)]):
         name = normal(distribution.metadata["Name"])
         is_there = name in there and name not in NEWER
@@ -117,14 +117,14 @@ def kept_files(site: Path, there: dict[str, str]) -> Iterator[str]:
 
 
 def files_of(distribution: Distribution, site: Path) -> Iterator[str]:
-    """Its files, less those that no section uses."""
+    """Yield the files of a wheel, except the ones that no section uses."""
     for file in map(str, distribution.files or []):
         if not DROPPED.search(file) and (site / file).is_file():
             yield file
 
 
 def pruned(library: bytes, arch: int) -> bytes:
-    """A shared library with zeros in place of CUDA code that another architecture would run.
+    """Return a shared library with zeros in place of CUDA code that another architecture would run.
 
     Fat binaries list images by kind and architecture. The driver takes machine code of its own architecture, else it
     compiles the newest PTX that is not above it; both stay, headers too, so that offsets remain what they are.
@@ -150,7 +150,8 @@ def pruned(library: bytes, arch: int) -> bytes:
 
 
 def parts_of(site: Path, files: Sequence[str], limit: float) -> Iterator[list[str]]:
-    """Files in groups that compress to less than a number of bytes, each with those of one package after another."""
+    """Yield files in groups that compress to less than a number of bytes, each with the files of one package after
+    another."""
     part, held = [], 0.0
     for file in files:
         size = compressed_bytes(site / file)
@@ -163,7 +164,7 @@ def parts_of(site: Path, files: Sequence[str], limit: float) -> Iterator[list[st
 
 
 def compressed_bytes(path: Path) -> int:
-    """Bytes of a file by xz; of a small one, its size, which is more."""
+    """Return the bytes of a file by xz; of a small one, its size, which is more."""
     if path.stat().st_size < 2**20:
         return path.stat().st_size // 3
     done = subprocess.run(["xz", "-1", "-c", str(path)], check=True, capture_output=True)

@@ -122,7 +122,7 @@ def _publicly_changed(root: Path, start: str, names: Iterable[str]) -> Iterator[
 
 
 def _new_entries(package: Package, before: Package | None) -> set[str]:
-    """Entries that are unreleased, or were released since, and were not there before."""
+    """Return the entries that are unreleased, or were released since, and were not there before."""
     now = sections(package.changelog)
     then = sections(before.changelog) if before else []
     old = {section.version for section in then if section.version is not None}

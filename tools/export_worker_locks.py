@@ -19,7 +19,7 @@ DRIVER_ONLY = ("rl-launch", "rl-integration-tests")
 
 
 def exports() -> dict[str, str]:
-    """Every export by file name: each package alone and with each of its extras."""
+    """Return every export by file name: each package alone and with each of its extras."""
     texts: dict[str, str] = {}
     for name, folder in members_of(ROOT).items():
         if name in DRIVER_ONLY:
@@ -31,7 +31,7 @@ def exports() -> dict[str, str]:
 
 
 def stale() -> list[str]:
-    """File names that differ from the lock, are missing, or belong to nothing."""
+    """Return file names that differ from the lock, are missing, or belong to nothing."""
     texts = exports()
     there = {path.name: path.read_text() for path in TARGET.glob("*.txt")}
     return sorted(name for name in {*texts, *there} if texts.get(name) != there.get(name))

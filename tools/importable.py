@@ -104,7 +104,7 @@ def _attempt(action: Callable[[], object], what: str, ours: set[str], outcome: O
 
 
 def _taken(tree: ast.Module) -> Iterator[tuple[str, list[str], int]]:
-    """Imports of a module that run: dotted module, the names taken from it, line."""
+    """Yield the imports of a module that run: dotted module, the names taken from it, line."""
     waiting: list[ast.AST] = [tree]
     while waiting:
         node = waiting.pop()
@@ -130,7 +130,7 @@ def _missing(module: str, names: list[str]) -> Iterator[str]:
 
 @cache
 def _bound(module: str) -> frozenset[str] | None:
-    """Names that a module binds at its top level; None if there is no such module."""
+    """Return the names that a module binds at its top level; None if there is no such module."""
     path = _file(module)
     if path is None:
         return None

@@ -70,7 +70,7 @@ def oldest(package: Package, available: Mapping[str, list[Source]]) -> list[Sour
 
 
 def _siblings(package: Package, available: Mapping[str, list[Source]]) -> list[str]:
-    """Names of the packages that a package needs, in any of their versions, those that need others first."""
+    """Return the names of the packages that a package needs, in any of their versions, those that need others first."""
     names: list[str] = []
     waiting = [package]
     while waiting:

@@ -55,7 +55,7 @@ class Package:
 
 
 def folder(name: str) -> str:
-    """Folder of a package, relative to the root."""
+    """Return the folder of a package, relative to the root."""
     return f"packages/{name}"
 
 

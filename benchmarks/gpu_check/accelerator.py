@@ -40,7 +40,7 @@ class Accelerator(ABC):
 
     @staticmethod
     def problem() -> str:
-        """Why the check cannot run here; empty if it can."""
+        """Return why the check cannot run here; empty if it can."""
         return ""
 
     @abstractmethod
@@ -49,7 +49,8 @@ class Accelerator(ABC):
 
     @abstractmethod
     def used_bytes(self, *, trims: bool = True) -> int:
-        """Device memory in use by all processes, as the driver counts it; 0 if the device has none of its own.
+        """Return the device memory in use by all processes, as the driver counts it; 0 if the device has none of its
+        own.
 
         Args:
             trims: give back what this process has cached first.
@@ -57,7 +58,7 @@ class Accelerator(ABC):
 
     @abstractmethod
     def total_bytes(self) -> int:
-        """The device's memory; 0 if it has none of its own."""
+        """Return the device's memory; 0 if it has none of its own."""
 
     @abstractmethod
     def restart_peak(self) -> int:
@@ -65,7 +66,7 @@ class Accelerator(ABC):
 
     @abstractmethod
     def peak_bytes(self) -> int:
-        """Most bytes that tensors of this process have held since `restart_peak`."""
+        """Return the maximum number of bytes that tensors of this process have held since `restart_peak`."""
 
     @abstractmethod
     def waits(self) -> AbstractContextManager[Counter[str]]:
@@ -83,7 +84,7 @@ class HostAccelerator(Accelerator):
     measures_memory = False
 
     def synchronize(self) -> None:
-        """Nothing is pending."""
+        """Return at once: nothing is pending."""
 
     def used_bytes(self, *, trims: bool = True) -> int:
         return 0
@@ -178,7 +179,7 @@ class _HostReads(TorchDispatchMode):
 
 
 def place() -> str:
-    """The innermost line of this repository on the stack, and the line of the code beyond it that waits."""
+    """Return the innermost line of this repository on the stack, and the line of the code beyond it that waits."""
     frames = [frame for frame in traceback.extract_stack() if not any(name in frame.filename for name in BETWEEN)]
     ours = [frame for frame in frames if set(OURS) & set(Path(frame.filename).parts)]
     if not ours:

@@ -53,11 +53,11 @@ class Case:
         return f"{self.heads}/{self.key_value_heads} heads of {self.head_dim}{window}{softcap}{sinks}"
 
     def sinks(self, device: torch.device) -> Tensor | None:
-        """`[heads]`, of different sizes."""
+        """Return sinks `[heads]` of different sizes."""
         return torch.linspace(-2, 4, self.heads, device=device) if self.has_sinks else None
 
     def is_of(self, backend: AttentionBackend) -> bool:
-        """Whether a backend has kernels for it."""
+        """Return whether a backend has kernels for it."""
         if self.softcap is not None and without_softcap(backend):
             return False
         return not (self.has_sinks and without_sinks(backend))
@@ -75,7 +75,7 @@ SMALL_CASES = (Case(4, 2, 32, None), Case(4, 2, 32, 7), Case(4, 2, 32, 7, softca
 
 
 def check(setup: Setup, report: Report) -> None:
-    """Each backend in half and in full precision, then the speed of each."""
+    """Check each backend in half and in full precision, then measure the speed of each."""
     cases = SMALL_CASES if setup.is_small else CASES
     for backend in get_args(AttentionBackend):
         for dtype in (torch.bfloat16, torch.float32):
@@ -112,7 +112,7 @@ def _refuse(backend: AttentionBackend, precision: str, setup: Setup) -> None:
 def _worst_error(
     setup: Setup, backend: AttentionBackend, dtype: torch.dtype, case: Case, kind: str
 ) -> tuple[str, int, float]:
-    """Which of the output and the gradients is most wrong, in which row, and by how much."""
+    """Return which of the output and the gradients is most wrong, the row, and the error."""
     lengths = SMALL_LENGTHS if setup.is_small else LENGTHS
     parts = _parts(sum(lengths), case, dtype, setup.torch_device)
     grad = torch.randn_like(parts[0]).transpose(1, 2)  # [1, tokens, heads, head_dim]
@@ -140,7 +140,7 @@ def _worst_error(
 
 
 def _parts(num_tokens: int, case: Case, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """Query, key and value, `[1, heads, tokens, head_dim]`."""
+    """Return query, key and value, `[1, heads, tokens, head_dim]`."""
     generator = torch.Generator(device).manual_seed(0)
     return [
         torch.randn(1, heads, num_tokens, case.head_dim, device=device, generator=generator).to(dtype)
@@ -149,7 +149,7 @@ def _parts(num_tokens: int, case: Case, dtype: torch.dtype, device: torch.device
 
 
 def _with_gradients(function: Callable[..., Tensor], parts: Sequence[Tensor], grad: Tensor) -> list[Tensor]:
-    """The output and the gradients by query, key and value, all `[1, tokens, heads, head_dim]`."""
+    """Return the output and the gradients by query, key and value, all `[1, tokens, heads, head_dim]`."""
     leaves = [part.clone().requires_grad_() for part in parts]
     output = function(*leaves)
     output.backward(grad)
@@ -159,7 +159,7 @@ def _with_gradients(function: Callable[..., Tensor], parts: Sequence[Tensor], gr
 
 
 def _layout(lengths: Sequence[int], kind: str, device: torch.device) -> RowLayout:
-    """The layout of a kind in `LAYOUTS`. Each row begins with the same tokens, for two thirds of its length."""
+    """Return the layout of a kind in `LAYOUTS`. Each row begins with the same tokens, for two thirds of its length."""
     tokens = [torch.where(torch.arange(length) < 2 * length // 3, 0, row + 1) for row, length in enumerate(lengths)]
     rows = Rows(torch.tensor([0, *lengths], device=device).cumsum(0), {TOKENS: torch.cat(tokens).to(device)})
     return lay_out(rows, Alignment(), is_packed=kind != "padded", shares_prefixes=kind == SHARED)
@@ -168,7 +168,7 @@ def _layout(lengths: Sequence[int], kind: str, device: torch.device) -> RowLayou
 def _attended(
     parts: Sequence[Tensor], lengths: Sequence[int], backend: AttentionBackend, case: Case, layout: RowLayout
 ) -> Tensor:
-    """`[1, tokens, heads, head_dim]`, by the product's attention function, from rows end to end."""
+    """Return the output `[1, tokens, heads, head_dim]` of the product's attention function, from rows end to end."""
     laid: Sequence[Tensor] = parts
     if layout.attention_mask is not None:
         laid = [_side_by_side(part, lengths) for part in parts]
@@ -187,7 +187,7 @@ def _side_by_side(part: Tensor, lengths: Sequence[int]) -> Tensor:
 
 
 def _by_row(parts: Sequence[Tensor], lengths: Sequence[int], case: Case) -> Tensor:
-    """The oracle: a softmax of products, row by row."""
+    """Return the oracle: a softmax of products, row by row."""
     repeats = case.heads // case.key_value_heads
     outputs = []
     for query, key, value in zip(*(part.split(list(lengths), 2) for part in parts), strict=True):

@@ -29,17 +29,17 @@ class Document:
         self.is_clean = True
 
     def title(self, arguments: Sequence[str]) -> None:
-        """The heading, with the command that repeats the check."""
+        """Add the heading, with the command that repeats the check."""
         command = shlex.join(["python", "benchmarks/gpu_check.py", *arguments])
         self._print(f"# GPU check\n\n`{command}` on {time.strftime('%Y-%m-%d')}, Python {platform.python_version()}")
 
     def begin(self, name: str, about: str) -> None:
-        """The heading of a section."""
+        """Add the heading of a section."""
         self._section = name
         self._print(f"\n## {name}\n\n{about}")
 
     def end(self, entries: Sequence[Entry], seconds: float) -> None:
-        """A section's findings and measurements."""
+        """Add a section's findings and measurements."""
         findings = [entry for entry in entries if isinstance(entry, Finding)]
         verdict = _verdict_of(findings)
         self._summary.append((self._section, verdict, f"{seconds:.0f}"))
@@ -54,7 +54,7 @@ class Document:
             self._print(f"\n{figures.caption}\n\n{table(figures.head, figures.rows)}")
 
     def close(self) -> None:
-        """What was expected, the summary and the appendix."""
+        """Add the expected values, the summary and the appendix."""
         if self._speeds:
             head = ["", "unit", "expected", "found", "found / expected", "expected from"]
             self._print("\n## expected and found\n\n" + table(head, [_row(*each) for each in self._speeds]))

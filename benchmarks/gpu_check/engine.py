@@ -39,7 +39,7 @@ _started: list[str] = []
 
 @asynccontextmanager
 async def open_engine(setup: Setup, model: ModelConfig) -> AsyncIterator[Generator]:
-    """A started replica of vLLM that shares its device."""
+    """Yield a started replica of vLLM that shares its device."""
     from rl_vllm.engine.arguments import batch_tokens
     from rl_vllm.plugin import PLUGIN
 
@@ -57,12 +57,12 @@ async def open_engine(setup: Setup, model: ModelConfig) -> AsyncIterator[Generat
 
 
 async def choices(_: Generator) -> list[str]:
-    """What the engine chose when it started, for `GeneratorProcess.ask`."""
+    """Return the choices that the engine made when it started, for `GeneratorProcess.ask`."""
     return _started
 
 
 def check(setup: Setup, report: Report) -> None:
-    """Rounds of training, transfer and generation, in which either side leaves the device to the other."""
+    """Repeat training, transfer and generation in rounds; each side leaves the device to the other."""
     from rl_dtensor.plugin import PLUGIN
 
     name, shape = next(iter(setup.models.items()))
@@ -129,7 +129,7 @@ class _Rounds:
         self._seconds: dict[str, float] = {}
 
     def run(self, engine_bytes: int) -> None:
-        """Each round begins with the worker on the device and the engine asleep.
+        """Run a round, which begins with the worker on the device and the engine asleep.
 
         Args:
             engine_bytes: Memory that the engine took when it started.
@@ -190,7 +190,7 @@ class _Rounds:
             report.within(f"{state}: memory grows, MB", "mem_get_info in the second round", growth, MOST_LEFT / 1e6)
 
     def _compare_awakened(self, transport: Transport, version: int, expected: list[Completion]) -> None:
-        """The engine, asleep, gets the weights that it had, and samples the same tokens from the same seed."""
+        """Give the sleeping engine the weights that it had; it must sample the same tokens from the same seed."""
         self._worker.offload(("optimizer",))
         self._engine.ask(wake, "weights")
         self._lines.append(transfer(self._setup, self._report, self._worker, self._engine, transport, version + 1))

@@ -52,7 +52,7 @@ def check(setup: Setup, report: Report) -> None:
 
 
 def _asked_for() -> dict[str, str]:
-    """Ranges of distributions in the `pyproject.toml` of our packages."""
+    """Return the ranges of distributions in the `pyproject.toml` of our packages."""
     found: dict[str, str] = {}
     for path in sorted(PACKAGES.glob("*/pyproject.toml")):
         project = tomllib.loads(path.read_text())["project"]
@@ -90,7 +90,7 @@ def _machine(setup: Setup) -> list[tuple[str, str]]:
 
 
 def _driver() -> str:
-    """Version of NVIDIA's driver."""
+    """Return the version of NVIDIA's driver."""
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         return subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()[0]
@@ -153,7 +153,7 @@ def _launches(setup: Setup, report: Report) -> None:
 
 
 def seconds_of(work: Callable[[], object], setup: Setup, *, repeats: int) -> float:
-    """Average seconds of one run, after one that does not count."""
+    """Return the average seconds of one run, after one that does not count."""
     work()
     setup.accelerator.synchronize()
     started = time.perf_counter()

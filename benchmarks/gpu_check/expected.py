@@ -48,7 +48,7 @@ class Chip:
     operator_seconds: float
 
     def attention(self, generation: str) -> float:
-        """Rate of a forward pass with its backward pass, which has two and a half times the operations."""
+        """Return the rate of a forward pass with its backward pass, which has two and a half times the operations."""
         return 3.5 / (1 / self.attention_forward[generation] + 2.5 / self.attention_backward[generation])
 
 
@@ -69,5 +69,5 @@ CHIPS: Mapping[str, Chip] = {"H100": H100, "H200": replace(H100, memory_bytes=3.
 
 
 def chip_named(name: str) -> Chip | None:
-    """The chip of a GPU by the driver's name for it; None if its rates are not known."""
+    """Return the chip of a GPU by the driver's name for it; None if its rates are not known."""
     return next((chip for word, chip in CHIPS.items() if re.search(rf"\b{word}\b", name)), None)

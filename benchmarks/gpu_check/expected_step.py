@@ -24,8 +24,8 @@ OPTIMIZER_LAUNCHES = 12
 def step_seconds(
     chip: Chip, folder: Path, shape: Shape, lengths: np.ndarray, settings: Mapping[str, Any], *, chunk_size: int
 ) -> float:
-    """Seconds of a step of one rank on packed rows, if nothing waits except the device for the host's launches, and the
-    host for the norm of the gradient.
+    """Return the seconds of a step of one rank on packed rows, if nothing waits except the device for the host's
+    launches, and the host for the norm of the gradient.
 
     Args:
         folder: The model's files.
@@ -66,6 +66,7 @@ def step_seconds(
 
 
 def attention_flops(shape: Shape, lengths: np.ndarray) -> float:
-    """Floating-point operations of all layers' attention in a forward pass, without pairs that the mask hides."""
+    """Return the floating-point operations of all layers' attention in a forward pass, without pairs that the mask
+    hides."""
     pairs = (lengths.astype(np.float64) * (lengths + 1) / 2).sum()
     return float(pairs * shape.layers * AttentionShape(shape.heads, shape.head_dim, shape.head_dim).pair_flops())

@@ -29,7 +29,7 @@ NAMES = ("output", "gradient by inputs", "gradient by weights")
 
 
 def check(setup: Setup, report: Report) -> None:
-    """Every recipe; emulated if this device has no kernels."""
+    """Check every recipe; emulated if this device has no kernels."""
     problem = device_problem()
     if problem:
         report.skip("kernels", problem)
@@ -57,7 +57,7 @@ def _converted(model: nn.Module, recipe: str, *, emulate: bool) -> nn.Module:
 
 
 def _passes(model: Any, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Output, and gradients by inputs and by weights."""
+    """Return the output, and the gradients of inputs and weights."""
     leaf = x.detach().requires_grad_()
     model["linear"].weight.grad = None
     out = model["linear"](leaf)
@@ -101,7 +101,7 @@ def _speed(setup: Setup, report: Report, recipe: str, *, emulate: bool) -> tuple
 
 
 def _steps(setup: Setup, report: Report, recipe: str, *, emulate: bool) -> None:
-    """A few steps of a small model in both precisions."""
+    """Train a few steps of a small model in both precisions."""
     from rl_dtensor.plugin import PLUGIN
 
     folder, batch = setup.folder(setup.parity), batch_of(LENGTHS, setup.parity.vocab)

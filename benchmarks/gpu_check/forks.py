@@ -26,7 +26,7 @@ print(json.dumps({"product": (a @ a).sum().item(), "parent": os.getppid(), "devi
 
 
 def check(setup: Setup, report: Report) -> None:
-    """Two forks after another, beside a plain process."""
+    """Fork twice in a row, next to a plain process."""
     with report.attempt("forks of one server"), tempfile.TemporaryDirectory(dir="/tmp") as folder:
         times, found = [], []
         for head in ([sys.executable], *[command(sys.executable, [MODULE])] * 3):

@@ -37,7 +37,7 @@ LEAST_FREED = 0.8
 
 @asynccontextmanager
 async def open_generator(setup: Setup, model: ModelConfig) -> AsyncIterator[Generator]:
-    """A started generator."""
+    """Yield a started generator."""
     from rl_dtensor.generation.plugin import PLUGIN
 
     generator = resolve(PLUGIN.worker)(GenerationConfig(backend="hf"), PLUGIN.config(), model, Placement(setup.device))
@@ -49,7 +49,8 @@ async def open_generator(setup: Setup, model: ModelConfig) -> AsyncIterator[Gene
 
 
 def check(setup: Setup, report: Report) -> None:
-    """Exact in float32 on a small model; speed, sleep and agreement with the trainer in bfloat16 on a real shape."""
+    """Compare exactly in float32 on a small model; measure speed, sleep and agreement with the trainer in bfloat16 on a
+    real shape."""
     with report.attempt("float32"):
         asyncio.run(_exact(setup, report))
     with report.attempt("bfloat16"):
@@ -134,7 +135,7 @@ def compare_mismatch(
     completions: Sequence[tuple[np.ndarray, Completion]],
     subject: str = "bfloat16",
 ) -> None:
-    """How far the trainer's logprobs of sampled tokens are from the generator's, as every GRPO step logs it.
+    """Compare the trainer's logprobs of sampled tokens with the generator's, as every GRPO step logs them.
 
     Args:
         completions: Prompts and their completions.
@@ -160,7 +161,7 @@ def compare_mismatch(
 
 
 def random_prompts(lengths: Sequence[int], vocab: int) -> list[np.ndarray]:
-    """int32 tokens of each prompt."""
+    """Return the int32 tokens of each prompt."""
     random = np.random.default_rng(0)
     return [random.integers(3, vocab, length).astype(np.int32) for length in lengths]
 

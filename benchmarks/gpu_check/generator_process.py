@@ -78,7 +78,7 @@ class GeneratorProcess:
         self._pipe.send((order, arguments))
 
     def answer(self) -> Any:
-        """Its next answer, as `ask` returns it."""
+        """Return its next answer, as `ask` does."""
         failure, found = f"no answer within {ANSWER_S:.0f} s", None
         if self._pipe.poll(ANSWER_S):
             try:
@@ -112,12 +112,12 @@ async def receive(generator: Generator, transport: Transport, version: int) -> s
 
 
 async def score(generator: Generator, rows: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Logprobs of the tokens of each row."""
+    """Return the logprobs of the tokens of each row."""
     return [await generator.score(row) for row in rows]
 
 
 async def complete(generator: Generator, prompts: Sequence[np.ndarray], sampling: SamplingParams) -> list[Completion]:
-    """One completion of each prompt, all at once, with its place as its seed."""
+    """Return one completion of each prompt, all at once, with its place as its seed."""
     requests = [GenerationRequest(prompt, sampling, seed) for seed, prompt in enumerate(prompts)]
     return list(await asyncio.gather(*(generator.generate(request) for request in requests)))
 

@@ -18,7 +18,7 @@ BYTES_PER_LOGIT = 18
 
 
 def check(setup: Setup, report: Report) -> None:
-    """Values and gradients against float64, then time and memory by chunk."""
+    """Compare values and gradients with float64, then measure time and memory by chunk."""
     vocab, hidden = setup.pick(1519, VOCAB), setup.pick(64, HIDDEN)
     generator = torch.Generator(setup.torch_device).manual_seed(0)
     weight = torch.randn(vocab, hidden, device=setup.torch_device, generator=generator) * hidden**-0.5
@@ -35,7 +35,7 @@ def check(setup: Setup, report: Report) -> None:
 def _values(
     report: Report, states: Tensor, weight: Tensor, targets: Tensor, bound: float, name: str, *, num: int
 ) -> None:
-    """A slice of tokens, in chunks that do not divide it, against whole logits in float64."""
+    """Compare a slice of tokens, in chunks that do not divide it, with whole logits in float64."""
     states, targets = states[:num], targets[:num]
     leaves = [states.clone().requires_grad_(), weight.clone().requires_grad_()]
     found = head_reads(leaves[0], Head(leaves[1]), targets, temperature=0.7, entropy=True, k=4, chunk_size=num // 3)
@@ -87,7 +87,8 @@ def _memory(setup: Setup, report: Report, states: Tensor, weight: Tensor, target
 
 
 def _expected(chip: Chip, states: Tensor, weight: Tensor, flops: float, chunk: int) -> float | None:
-    """Expected TFLOP/s of both passes, by the bytes that the ledger counts; None if rl-dtensor cannot be imported."""
+    """Return the expected TFLOP/s of both passes, by the bytes that the ledger counts; None if rl-dtensor cannot be
+    imported."""
     try:
         from ledger.head import head_costs
     except ModuleNotFoundError:

@@ -55,7 +55,7 @@ class Case:
 
 
 def check(setup: Setup, report: Report) -> None:
-    """Each kernel against its formula, then how fast it moves its bytes."""
+    """Compare each kernel with its formula, then measure how fast it moves its bytes."""
     rows: list[tuple[str, ...]] = []
     for name, case in _cases(setup).items():
         for dtype, bound in BOUNDS.items():
@@ -139,7 +139,7 @@ def _results(function: Callable[..., Tensor | tuple[Tensor, ...]], leaves: Seque
 
 
 def _worst_error(function: Callable[..., Tensor | tuple[Tensor, ...]], inputs: Sequence[Tensor]) -> float:
-    """Largest relative difference of results and gradients; NaN if there is one."""
+    """Return the largest relative difference of results and gradients; NaN if there is one."""
     kernels, formulas = (
         _with_gradients(function, [tensor.to(dtype) for tensor in inputs]) for dtype in (inputs[0].dtype, torch.float64)
     )
@@ -159,7 +159,7 @@ def _with_gradients(function: Callable[..., Tensor | tuple[Tensor, ...]], inputs
 
 
 def _speed(setup: Setup, report: Report, name: str, case: Case) -> tuple[str, str]:
-    """Milliseconds and bytes per second."""
+    """Return milliseconds and bytes per second."""
     inputs = _drawn(case.shapes(setup.pick(64, 8192)), setup, torch.bfloat16)
     leaves = [tensor.requires_grad_() for tensor in inputs]
     grads = [torch.randn_like(each) for each in _results(case.function, leaves)]
@@ -171,7 +171,7 @@ def _speed(setup: Setup, report: Report, name: str, case: Case) -> tuple[str, st
 
 
 def _softmax(setup: Setup, report: Report) -> tuple[str, str]:
-    """Statistics of a chunk of logits, which are read once; section `head` has their gradient."""
+    """Compare the statistics of a chunk of logits, which are read once; section `head` has their gradient."""
     products = torch.randn(setup.pick(16, 2048), setup.pick(509, VOCAB), device=setup.torch_device).bfloat16()
     form = LogitForm(temperature=0.7)
     if not takes(products):
@@ -184,7 +184,7 @@ def _softmax(setup: Setup, report: Report) -> tuple[str, str]:
 
 
 def _digest(setup: Setup, report: Report) -> tuple[str, str]:
-    """Digest of bytes of which no lane, block or program has a whole number."""
+    """Compare digests of bytes that lanes, blocks and programs do not divide evenly."""
     num_bytes = setup.pick(2**16, 2**30) + 8 * 77 + 3
     values = torch.randint(256, (num_bytes,), dtype=torch.uint8, device=setup.torch_device)
     for start, count in ((0, num_bytes), (3, 2**16), (8, 5)):
@@ -195,7 +195,7 @@ def _digest(setup: Setup, report: Report) -> tuple[str, str]:
 
 
 def _exact(setup: Setup, report: Report, subject: str, dtype: torch.dtype) -> None:
-    """The condition of `policy.generation.exact`, which is offered on CPUs in float32 only."""
+    """Check the condition of `policy.generation.exact`, which is offered on CPUs in float32 only."""
     hidden, inner = setup.pick(64, 4096), setup.pick(96, 12288)
     try:
         check_exact_rows([(inner, hidden), (hidden, inner)], dtype, device=setup.torch_device)
@@ -230,7 +230,7 @@ def _whole(x: Tensor, dtype: torch.dtype) -> list[tuple[Float8Matrix, int]]:
 def _cast(
     setup: Setup, report: Report, name: str, cast: Callable[[Tensor], list[tuple[Float8Matrix, int]]]
 ) -> tuple[str, str]:
-    """Values within half a step of what they stand for, and the bits that the formula gives on the host."""
+    """Compare casts with the bits of the formula on the host; values must be within half a step."""
     (x,) = _drawn([(NUM_CHECKED, setup.pick(333, 4097))], setup, torch.bfloat16)
     x[7] = 0
     found, on_host = cast(x), cast(x.cpu())
@@ -251,7 +251,7 @@ def _cast(
 
 
 def _steps_off(matrix: Float8Matrix, x: Tensor) -> float:
-    """Largest difference from the values, in halves of a step of 8 bits."""
+    """Return the largest difference from the values, in halves of a step of 8 bits."""
     values, scales = matrix.values.double(), matrix.scales.double()
     info = torch.finfo(matrix.values.dtype)
     step = (x.double().abs() * info.eps).maximum(info.smallest_normal * info.eps * scales) / 2

@@ -18,7 +18,7 @@ ROUNDS = 10
 
 
 def check(setup: Setup, report: Report) -> None:
-    """Each kind of layers that can be built here."""
+    """Check each kind of layers that can be built here."""
     from rl_megatron.engine_names import name_problems
     from rl_megatron.plugin import PLUGIN
 

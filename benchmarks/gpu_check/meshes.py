@@ -54,7 +54,7 @@ class Backend:
 
 
 def check(setup: Setup, report: Report) -> None:
-    """Both backends."""
+    """Check both backends."""
     if setup.num_gpus < 2:
         report.skip("meshes", "they need several GPUs: --gpus 2")
         return
@@ -71,7 +71,7 @@ def check(setup: Setup, report: Report) -> None:
 
 
 def check_backend(backend: Backend, pool: RankPool, setup: Setup, report: Report) -> None:
-    """Every kind of mesh that the GPUs suffice for."""
+    """Check every kind of mesh that there are enough GPUs for."""
     kinds = backend.kinds[: setup.pick(2, len(backend.kinds))]
     # weights are read from files: a receiver in this process would need a GPU of its own
     selfcheck = replace(backend.check, weights_of=exported)
@@ -97,7 +97,7 @@ def _check_case(
 
 
 def exported(model: PooledModel) -> dict[str, Tensor]:
-    """The weights that a model exports."""
+    """Return the weights that a model exports."""
     with tempfile.TemporaryDirectory() as folder:
         model.export(folder)
         return read_files(Path(folder))
@@ -112,7 +112,7 @@ def _folder(backend: Backend, family: str, setup: Setup) -> Path:
 
 
 def dtensor() -> Backend:
-    """rl-dtensor."""
+    """Return rl-dtensor with its kinds of meshes."""
     from rl_dtensor.selfcheck import CHECK, MESHES, write_tiny
 
     kinds = (
@@ -137,7 +137,8 @@ def dtensor() -> Backend:
 
 
 def megatron() -> Backend:
-    """rl-megatron; on layers of Transformer Engine where they are installed, unless a kind says otherwise."""
+    """Return rl-megatron with its kinds of meshes, on layers of Transformer Engine if they are installed, unless a kind
+    sets otherwise."""
     from rl_megatron.selfcheck import CHECK, LAYOUTS, write_tiny
 
     kinds = (

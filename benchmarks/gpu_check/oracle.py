@@ -42,12 +42,12 @@ class PlainModel:
             self._optimizer = maker(self.model.parameters(), **optimizer.kwargs)
 
     def logprobs(self, rows: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """float32 `[tokens]` of each row, the first 0."""
+        """Return float32 logprobs `[tokens]` of each row, the first 0."""
         with torch.no_grad():
             return [np.concatenate([[0.0], self._row(row).cpu().numpy()]) for row in rows]
 
     def step(self, batch: Batch) -> Step:
-        """Loss and gradient over the whole batch, and the optimizer's step if there is an optimizer."""
+        """Return the loss and gradient over the whole batch; step the optimizer if there is one."""
         rows = batch.ragged(TOKENS)
         count = float((rows.lengths - 1).sum())
         self.model.zero_grad()
@@ -64,12 +64,12 @@ class PlainModel:
         return Step(loss, norm)
 
     def _row(self, row: np.ndarray) -> Tensor:
-        """`[tokens - 1]`, logprobs of the tokens that follow another."""
+        """Return the logprobs `[tokens - 1]` of the tokens that follow another."""
         tokens = torch.as_tensor(np.asarray(row, dtype=np.int64), device=self._device)
         logprobs = self.model(input_ids=tokens[None]).logits[0, :-1].log_softmax(-1)
         return logprobs.gather(1, tokens[1:, None])[:, 0]
 
 
 def relative(found: float, expected: float) -> float:
-    """Difference as a share of the expected value."""
+    """Return the difference as a share of the expected value."""
     return abs(found - expected) / max(abs(expected), 1e-12)

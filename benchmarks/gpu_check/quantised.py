@@ -30,7 +30,7 @@ PLAIN = "none"
 
 @asynccontextmanager
 async def open_quantised(setup: Setup, model: ModelConfig, method: str) -> AsyncIterator[Generator]:
-    """A started replica of vLLM whose weights are quantised by a method, except the last layer's."""
+    """Yield a started replica of vLLM whose weights are quantised by a method, except the last layer's."""
     from rl_vllm.plugin import PLUGIN
 
     on_gpu = setup.accelerator.measures_memory
@@ -46,12 +46,12 @@ async def open_quantised(setup: Setup, model: ModelConfig, method: str) -> Async
 
 
 async def noise(generator: Generator) -> float:
-    """The noise that the generator measured on the weights that it took last."""
+    """Return the noise that the generator measured on the weights that it took last."""
     return noise_of(await generator.health())
 
 
 def check(setup: Setup, report: Report) -> None:
-    """Several versions for every method that this device has kernels for, beside the same engine in bfloat16."""
+    """Sync several versions with every method that this device has kernels for, next to the same engine in bfloat16."""
     from rl_dtensor.plugin import PLUGIN
     from rl_vllm.config import QuantizationConfig
     from rl_vllm.engine.quantisation_kernels import quantisation_problems

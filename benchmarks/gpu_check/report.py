@@ -127,7 +127,7 @@ class Report:
 
 @contextmanager
 def logged(name: str) -> Iterator[list[str]]:
-    """The messages of a logger, warnings included, as they come."""
+    """Yield the messages of a logger as they come, warnings included."""
     found: list[str] = []
     logger, handler = logging.getLogger(name), logging.Handler()
     handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
@@ -150,6 +150,6 @@ def _forget(error: BaseException) -> None:
 
 
 def failure_of(subject: str, error: BaseException) -> Finding:
-    """An exception as a finding: its last line, and the traceback for the appendix."""
+    """Return an exception as a finding: its last line, and the traceback for the appendix."""
     last = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
     return Finding(subject, RUNS, "failed", last, "".join(traceback.format_exception(error)))

@@ -31,7 +31,7 @@ MOST_HOST_GROWTH = 256 * 2**20
 
 
 def check(setup: Setup, report: Report) -> None:
-    """rl-dtensor's worker."""
+    """Check rl-dtensor's worker."""
     from rl_dtensor.plugin import PLUGIN
 
     check_rounds(PLUGIN, setup, report)

@@ -23,14 +23,15 @@ from rl_core.plugins import BackendPlugin
 
 
 def check(setup: Setup, report: Report) -> None:
-    """rl-dtensor's worker."""
+    """Check rl-dtensor's worker."""
     from rl_dtensor.plugin import PLUGIN
 
     check_resume(PLUGIN, setup, report)
 
 
 def check_resume(plugin: BackendPlugin, setup: Setup, report: Report) -> None:
-    """Parameters and optimizer state are restored bit for bit, and the next step equals that of the original run."""
+    """Check that parameters and optimizer state are restored bit for bit, and that the next step equals the original
+    run's."""
     name, shape = next(iter(setup.models.items()))
     batch = batch_of([setup.pick(16, 512)] * 4, shape.vocab)
     config = config_of(setup.folder(shape, dtype="bfloat16"), 512, **packed(setup.pick(64, 2048)))

@@ -154,7 +154,7 @@ class Runner:
         self._end()
 
     def run(self, section: Section, budget_s: float) -> list[Entry]:
-        """All findings of a section, and its failure if there was one."""
+        """Return all findings of a section, and its failure if there was one."""
         if budget_s <= 0:
             return [Finding(WHOLE, RUNS, "failed", "not started: the time of --total is used up")]
         if section.takes_all_gpus:
@@ -184,7 +184,7 @@ class Runner:
         return self._pipe
 
     def _written_stacks(self) -> str:
-        """The stacks of the process, or its last ones if it died; empty if it does not write any in time."""
+        """Return the stacks of the process, or its last ones if it died; empty if it does not write any in time."""
         assert self._process is not None
         if self._process.is_alive():
             with contextlib.suppress(ProcessLookupError):
@@ -204,7 +204,7 @@ class Runner:
 
 
 def _gather(pipe: Connection, budget_s: float) -> tuple[list[Entry], str]:
-    """All entries that a section sends until it is done, and the reason if it ended before."""
+    """Return all entries that a section sends until it is done, and the reason if it ended before."""
     entries: list[Entry] = []
     deadline = time.monotonic() + budget_s
     while True:

@@ -50,7 +50,7 @@ COMMANDS = {
 
 
 def check(setup: Setup, report: Report) -> None:
-    """Two versions of weights on the server of each engine that is installed: scores, samples, interruption."""
+    """Serve two versions of weights on the server of each installed engine: scores, samples, interruption."""
     for engine in COMMANDS:
         if importlib.util.find_spec(engine) is None:
             report.skip(engine, f"{engine} is not installed")
@@ -61,7 +61,7 @@ def check(setup: Setup, report: Report) -> None:
 
 @asynccontextmanager
 async def _server(engine: str, folder: Path) -> AsyncIterator[str]:
-    """The address of a server that has been started."""
+    """Yield the address of a server that has been started."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -122,11 +122,11 @@ class Setup:
         return TINY_PARITY if self.is_small else PARITY
 
     def pick(self, small: int, full: int) -> int:
-        """One of two sizes."""
+        """Return one of two sizes."""
         return small if self.is_small else full
 
     def folder(self, shape: Shape, *, dtype: str = "float32", seed: int = 0) -> Path:
-        """A random model of this shape in Hugging Face's format, written once."""
+        """Return the folder of a random model of this shape in Hugging Face's format, written once."""
         import torch
         from transformers.utils import logging
 

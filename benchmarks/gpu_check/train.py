@@ -31,7 +31,8 @@ TRAIN_S = 420.0
 
 
 def check(setup: Setup, report: Report) -> None:
-    """The run ends well, its sampled tokens are those of the weights of their step, and it is profiled."""
+    """Check that a run ends well, that its sampled tokens come from the weights of their step, and that it is
+    profiled."""
     run_dir = setup.workspace / "train"
     with report.attempt(f"rl train {RECIPE}, {NUM_STEPS} steps"):
         _train(setup, run_dir)
@@ -52,7 +53,7 @@ def _train(setup: Setup, run_dir: Path) -> None:
 
 
 def _config(setup: Setup, run_dir: Path) -> dict[str, Any]:
-    """The recipe with a random model, sums in place of its data, and fewer, shorter rollouts."""
+    """Return the recipe with a random model, sums in place of its data, and fewer, shorter rollouts."""
     model, data = run_dir.with_name("train-model"), run_dir.with_name("train.jsonl")
     if setup.is_small:
         make_tiny_model(model)
@@ -96,8 +97,8 @@ def _config(setup: Setup, run_dir: Path) -> dict[str, Any]:
 
 
 def _engines_here() -> dict[str, str]:
-    """Workers use the environment of this process if it has the engines: packages that are taken from a checkout cannot
-    be installed elsewhere."""
+    """Return the setting that workers use the environment of this process if it has the engines: packages of a checkout
+    cannot be installed elsewhere."""
     return {"worker_envs": "shared"} if find_spec("vllm") else {}
 
 
@@ -132,7 +133,7 @@ def _steps(report: Report, steps: Sequence[dict[str, Any]], run_dir: Path) -> No
 
 
 def _profiles(report: Report, run_dir: Path) -> None:
-    """A trace of the policy and one of the rollout worker, and where their time goes."""
+    """Check for a trace of the policy and one of the rollout worker, and list where their time goes."""
     for process in ("policy-0", "rollout-worker-0"):
         found = sorted(run_dir.glob(f"profiles/*/{process}.torch.json.gz"))
         report.holds(
@@ -153,7 +154,7 @@ def _profiles(report: Report, run_dir: Path) -> None:
 
 
 def _times(events: Sequence[dict[str, Any]]) -> Counter[str]:
-    """Microseconds by operation, of the innermost operations of a Chrome trace."""
+    """Return the microseconds by operation, of the innermost operations of a Chrome trace."""
     kinds = {event.get("cat") for event in events}
     kind = "kernel" if "kernel" in kinds else "cpu_op"
     chosen = [event for event in events if event.get("cat") == kind and event.get("ph") == "X"]

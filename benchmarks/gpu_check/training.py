@@ -77,7 +77,7 @@ CASES = (
 
 
 def check(setup: Setup, report: Report) -> None:
-    """rl-dtensor's worker."""
+    """Check rl-dtensor's worker."""
     from gpu_check.expected_step import step_seconds
     from rl_dtensor.plugin import PLUGIN
 
@@ -88,7 +88,7 @@ def check(setup: Setup, report: Report) -> None:
 
 
 def check_parity(plugin: BackendPlugin, setup: Setup, report: Report, kind: str = "", **backend: Any) -> None:
-    """Losses and gradient norms of a few steps of a small model, in both precisions and layouts.
+    """Compare losses and gradient norms of a few steps of a small model, in both precisions and layouts.
 
     Args:
         kind: Kind of the backend's layers, for the report.
@@ -121,7 +121,8 @@ def check_parity(plugin: BackendPlugin, setup: Setup, report: Report, kind: str 
 
 
 def _check_gathering(plugin: BackendPlugin, setup: Setup, report: Report) -> None:
-    """Parameters that stay gathered over the microbatches of a step have the same bits as those gathered in passes."""
+    """Check that parameters which stay gathered over the microbatches of a step have the same bits as ones gathered in
+    each pass."""
     batch = batch_of(LENGTHS, setup.parity.vocab)
     config = config_of(setup.folder(setup.parity), 128, logprob_chunk_size=32, **LAYOUTS["packed"])
     kept = []
@@ -143,7 +144,7 @@ def check_shapes(
     kind: str = "",
     step_seconds: StepSeconds | None = None,
 ) -> None:
-    """Loss, speed and memory of real shapes, or of a tiny one if the setup is small.
+    """Measure loss, speed and memory of real shapes, or of a tiny one if the setup is small.
 
     Args:
         kind: Kind of the backend's layers, for the report.
@@ -175,7 +176,7 @@ def check_shapes(
 
 
 def _lengths(setup: Setup) -> Iterator[int]:
-    """Rows of mixed lengths, 8192 tokens together; short enough for the oracle's scores."""
+    """Yield rows of mixed lengths, 8192 tokens together; short enough for the oracle's scores."""
     scale = setup.pick(1, 32)
     for length in (64, 32, 48, 64, 16, 24, 7, 1):
         yield length * scale
@@ -191,8 +192,8 @@ def _measured(
     case: Case,
     expected: np.ndarray,
 ) -> tuple[tuple[str, ...], float]:
-    """A line of figures, and tokens per second; the loss is compared with the oracle's, and must fall on a repeated
-    batch."""
+    """Return a line of figures, and tokens per second; the loss is compared with the oracle's, and must fall on a
+    repeated batch."""
     lengths = batch.ragged("tokens").lengths
     num_tokens = int(lengths.sum())
     layout = packed(num_tokens) if case.layout == "packed" else padded(len(lengths))
@@ -230,7 +231,7 @@ def _measured(
 
 
 def _check_graphs(worker: TrainingWorker, shape: Shape, report: Report, subject: str) -> None:
-    """Compiled layers compile nothing for other numbers of tokens."""
+    """Check that compiled layers compile nothing for other numbers of tokens."""
     before = counters["stats"]["unique_graphs"]
     for lengths in ((5, 3), (17,), (40, 9, 2)):
         worker.train_step(batch_of(lengths, shape.vocab), NextToken())
@@ -239,7 +240,7 @@ def _check_graphs(worker: TrainingWorker, shape: Shape, report: Report, subject:
 
 
 def _check_plan(setup: Setup, report: Report, subject: str, planned: Sequence[str]) -> None:
-    """The tensors of the first step fit into the plan that was made for it; the plan itself is a table."""
+    """Check that the tensors of the first step fit into the plan that was made for it; the plan itself is a table."""
     if not setup.accelerator.measures_memory:
         report.skip(f"{subject}: plan of memory", "host memory is the device's")
         return

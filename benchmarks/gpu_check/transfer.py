@@ -28,7 +28,7 @@ CAPTION, HEAD = "Transfers, digests at both ends included", ("transport", "round
 
 
 def check(setup: Setup, report: Report) -> None:
-    """A few rounds by each transport, with a training step before each."""
+    """Transfer a few times by each transport, with a training step before each."""
     from rl_dtensor.plugin import PLUGIN
 
     name, shape = next(iter(setup.models.items()))
@@ -55,7 +55,7 @@ def check(setup: Setup, report: Report) -> None:
 def _rounds(
     setup: Setup, report: Report, worker: Any, kind: TransportKind, batch: Batch, generator: GeneratorProcess
 ) -> list[tuple[str, ...]]:
-    """Lines of figures; the generator starts with weights that differ from the worker's."""
+    """Return lines of figures; the generator starts with weights that differ from the worker's."""
     lines, used = [], []
     transport = transport_of(setup, kind)
     for version in range(1, setup.pick(2, 4) + 1):
@@ -74,7 +74,7 @@ def _rounds(
 
 
 def transport_of(setup: Setup, kind: TransportKind) -> Transport:
-    """A transport from the worker to one generator."""
+    """Return a transport from the worker to one generator."""
     address = str(setup.workspace / "sync") if kind == "disk" else f"127.0.0.1:{free_port()}"
     every_rank_sends = setup.kind.has_gpus and kind == "ipc"
     return Transport(kind, address, 1, setup.kind.bucket_bytes, TRANSFER_S, every_rank_sends=every_rank_sends)
@@ -115,5 +115,5 @@ def compare(
 
 
 def largest_difference(found: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> float:
-    """Largest difference of any token's logprob."""
+    """Return the largest difference of any token's logprob."""
     return max(float(np.abs(ours - theirs).max()) for ours, theirs in zip(found, expected, strict=True))

@@ -39,29 +39,29 @@ class NextToken:
     implementation: ClassVar[str] = "gpu_check.workers:next_token"
 
     def totals(self, batch: Batch) -> Mapping[str, float]:
-        """Tokens that follow another."""
+        """Return the number of tokens that follow another."""
         return {"tokens": float((batch.ragged("tokens").lengths - 1).sum())}
 
 
 def next_token(_loss: NextToken, reads: Mapping[str, Tensor], _rows: Rows) -> LossSums:
-    """The sum; the logprob of a row's first token is 0."""
+    """Return the sum; the logprob of a row's first token is 0."""
     return LossSums({"tokens": -reads["logprobs"].sum()})
 
 
 def batch_of(lengths: Sequence[int], vocab: int, seed: int = 0) -> Batch:
-    """Random rows of these lengths."""
+    """Return random rows of these lengths."""
     random = np.random.default_rng(seed)
     rows = [random.integers(3, vocab, length) for length in lengths]
     return Batch({"tokens": Ragged.from_rows(rows, dtype=np.int32)})
 
 
 def packed(max_tokens: int) -> dict[str, Any]:
-    """Settings of a model whose rows lie end to end."""
+    """Return the settings of a model whose rows are packed end to end."""
     return {"sequence_packing": SequencePackingConfig(train_mb_tokens=max_tokens, logprob_mb_tokens=max_tokens)}
 
 
 def padded(max_rows: int) -> dict[str, Any]:
-    """Settings of a model that pads this many rows together."""
+    """Return the settings of a model that pads this many rows together."""
     return {
         "sequence_packing": SequencePackingConfig(enabled=False),
         "train_micro_batch_size": max_rows,
@@ -70,14 +70,14 @@ def padded(max_rows: int) -> dict[str, Any]:
 
 
 def config_of(folder: Path, max_tokens: int, **settings: Any) -> ModelConfig:
-    """A model that trains in bfloat16 with AdamW, unless settings say otherwise."""
+    """Return a model that trains in bfloat16 with AdamW, unless settings say otherwise."""
     defaults = {"precision": "bfloat16", "optimizer": ADAMW, "max_total_sequence_length": max_tokens}
     return ModelConfig(model_name=str(folder), **{**defaults, **settings})
 
 
 @contextmanager
 def open_worker(plugin: BackendPlugin, config: ModelConfig, setup: Setup, **backend: Any) -> Iterator[TrainingWorker]:
-    """A backend's worker in this process, as a world of its own."""
+    """Yield a backend's worker in this process, as its own world."""
     rendezvous = Rendezvous(0, 1, 0, "127.0.0.1", free_port(), setup.device)
     worker = resolve(plugin.worker)(config, plugin.config(**backend), ModelSpec(), rendezvous)
     try:
@@ -88,26 +88,26 @@ def open_worker(plugin: BackendPlugin, config: ModelConfig, setup: Setup, **back
 
 
 def numbers(metrics: Mapping[str, Metric]) -> dict[str, float]:
-    """Metrics of a world of one rank."""
+    """Return the metrics of a world of one rank."""
     return {name: metric.result() for name, metric in metrics.items()}
 
 
 def kept_tensors(worker: TrainingWorker) -> list[Tensor]:
-    """Everything that a checkpoint or an offload must bring back bit for bit."""
+    """Return everything that a checkpoint or an offload must bring back bit for bit."""
     return [tensor for part in PARTS for tensor in worker._residency.kept(part)]  # type: ignore[arg-type]
 
 
 def kept_digests(worker: TrainingWorker) -> list[str]:
-    """Digests of `kept_tensors`."""
+    """Return the digests of `kept_tensors`."""
     return [digest(tensor) for tensor in kept_tensors(worker)]
 
 
 def num_different(left: Sequence[object], right: Sequence[object]) -> int:
-    """Places at which two lists differ."""
+    """Return the number of places where two lists differ."""
     return sum(a != b for a, b in zip(left, right, strict=False)) + abs(len(left) - len(right))
 
 
 def num_missing(expected: Sequence[str], found: Sequence[str]) -> int:
-    """Entries that one of two lists lacks, in any order; the larger number."""
+    """Return the number of entries that one of two lists lacks, in any order; the larger of both."""
     left, right = Counter(expected), Counter(found)
     return max((left - right).total(), (right - left).total())

@@ -100,11 +100,11 @@ class Costs:
         return sum(self.waits.values())
 
     def traffic(self, name: str) -> Traffic:
-        """Collectives of one name, over all groups."""
+        """Return the collectives of one name, over all groups."""
         return sum((moved for kind, moved in self.collectives.items() if kind.name == name), Traffic())
 
     def __add__(self, other: Costs) -> Costs:
-        """Costs of one computation after another."""
+        """Return the costs of one computation after another."""
         return Costs(
             self.products + other.products,
             self.flops + other.flops,
@@ -121,7 +121,8 @@ class Costs:
         )
 
     def __sub__(self, other: Costs) -> Costs:
-        """Costs that a computation has in excess of a part of it, without what they share; its memory likewise."""
+        """Return the costs that a computation has in excess of a part of it, without what they share; its memory
+        likewise."""
         waits = {name: self.waits.get(name, 0) - other.waits.get(name, 0) for name in {**self.waits, **other.waits}}
         collectives = {
             kind: self.collectives.get(kind, Traffic()) - other.collectives.get(kind, Traffic())

@@ -64,7 +64,7 @@ def inner_backward(
 
 
 def inner_costs(operation: torch._ops.OpOverload, args: Sequence[Any]) -> Costs:
-    """Costs of an operation of flash attention next to those of its largest kernel.
+    """Return the costs of an operation of flash attention in addition to its largest kernel.
 
     Args:
         operation: Operation of torch or of a package.

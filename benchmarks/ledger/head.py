@@ -18,7 +18,7 @@ def head_costs(
     entropy: bool = False,
     temperature: float = 1.0,
 ) -> PassCosts:
-    """Costs of the logprobs of tokens, in bfloat16, and of their gradients by hidden states and head.
+    """Return the costs of the logprobs of tokens, in bfloat16, and of their gradients by hidden states and head.
 
     Args:
         hidden_size: Features of a hidden state.

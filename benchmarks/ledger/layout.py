@@ -25,7 +25,7 @@ HIDDEN, VOCAB = 64, 256
 
 
 def layout_costs(lengths: Sequence[int], columns: Sequence[str] = ()) -> Costs:
-    """Costs of laying out a microbatch of packed rows, of reading logprobs and of their gradient.
+    """Return the costs of laying out a microbatch of packed rows, of reading logprobs and of their gradient.
 
     Args:
         lengths: Number of tokens of each row.

@@ -67,5 +67,5 @@ class LiveBytes:
 
 
 def storage_key(tensor: Tensor) -> int:
-    """Identity of a tensor's storage while it lives."""
+    """Return the identity of a tensor's storage while it lives."""
     return tensor.untyped_storage()._cdata

@@ -93,7 +93,7 @@ def register_cost(*operations: Any) -> Callable[[Formula], Formula]:
 
 
 def costs_of(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Costs:
-    """Costs of the work of an operation; nothing for those that launch none.
+    """Return the costs of the work of an operation; nothing for operations that launch none.
 
     Args:
         operation: An overload, or a higher-order operator.
@@ -132,7 +132,7 @@ def costs_of(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out
 
 
 def tensors_in(values: Any) -> list[Tensor]:
-    """All tensors in nested lists, tuples and dicts."""
+    """Return all tensors in nested lists, tuples and dicts."""
     if isinstance(values, Tensor):
         return [values]
     if isinstance(values, dict):
@@ -143,7 +143,7 @@ def tensors_in(values: Any) -> list[Tensor]:
 
 
 def num_bytes(tensor: Tensor) -> int:
-    """Bytes of a tensor's data; what it repeats by expansion counts once."""
+    """Return the bytes of a tensor's data; what it repeats by expansion counts once."""
     count = tensor.element_size()
     for extent, stride in zip(tensor.shape, tensor.stride(), strict=True):
         count *= extent if stride else min(extent, 1)
@@ -159,7 +159,7 @@ def _launches(operation: torch._ops.OpOverload, out: Any) -> bool:
 def _touched(
     operation: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Tensors that an operation reads, and those that it writes."""
+    """Return the tensors that an operation reads, and the tensors that it writes."""
     read: list[Tensor] = []
     written: list[Tensor] = []
     for argument, value in _bound(operation, args, kwargs):
@@ -186,7 +186,7 @@ def _bound(
 
 
 def _traffic(read: Iterable[Tensor], written: Iterable[Tensor]) -> int:
-    """Bytes of tensors that are read, each once, and of those that are written."""
+    """Return the bytes of the tensors that are read, each once, and of the tensors that are written."""
     return sum(map(num_bytes, {id(tensor): tensor for tensor in read}.values())) + sum(map(num_bytes, written))
 
 
@@ -200,7 +200,7 @@ def _product(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: A
 
 
 def _grouped_flops(left: Tensor, right: Tensor, *_: Any) -> int:
-    """Operations of products of groups, if the groups are as large as all of the dim that they divide."""
+    """Return the operations of products of groups, if the groups are as large as all of the dim that they divide."""
     both = left.dim() == right.dim()
     if left.dim() == 2 or both:  # groups divide the rows, or the dim that is summed, or are a batch
         return 2 * left.numel() * right.shape[-1]
@@ -213,13 +213,13 @@ def _only_written(*args: Any, out: Any, **kwargs: Any) -> Costs:
 
 
 def _gathered(*args: Any, out: Any, **kwargs: Any) -> Costs:
-    """Of the source as much is read as there are results."""
+    """Return the costs of reading as much of the source as there are results."""
     return Costs(other=Work(1, _traffic(tensors_in(args[1:]), [out, out])))
 
 
 def _scattered(target: Tensor, *args: Any, out: Any, **kwargs: Any) -> Costs:
-    """Of the target as much is read and written as there are values; it is copied first if it is not changed in
-    place."""
+    """Return the costs of reading and writing as much of the target as there are values; it is copied first if it is
+    not changed in place."""
     indices = [tensor for tensor in tensors_in((args, kwargs)) if not tensor.is_floating_point()]
     values = [tensor for tensor in tensors_in((args, kwargs)) if tensor.is_floating_point()]
     changed = 2 * sum(map(num_bytes, values)) if values else num_bytes(target)

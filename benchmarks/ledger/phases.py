@@ -138,7 +138,7 @@ class Speed(NamedTuple):
 
 
 def trainings() -> dict[str, Training]:
-    """Trainings by name, with the settings of the recipes for models of their size."""
+    """Return trainings by name, with the settings of the recipes for models of their size."""
     dense, large = (_recipe(name)["policy"] for name in ("grpo-math-8b", "grpo-math-70b-megatron"))
     megatron = large["megatron_cfg"]
     tensors = megatron["tensor_model_parallel_size"]
@@ -274,7 +274,8 @@ def host_seconds(costs: Costs, chip: Chip) -> float:
 
 
 def overlapped(segments: list[tuple[float, float]]) -> float:
-    """Duration of parts of a step that follow one another, whose kernels the host starts while the device computes.
+    """Return the duration of parts of a step that follow one another, whose kernels the host starts while the device
+    computes.
 
     A kernel starts when the host has started it and the device has finished the one before. In a part both work at
     an even rate.
@@ -290,7 +291,7 @@ def overlapped(segments: list[tuple[float, float]]) -> float:
 
 
 def exchange_seconds(kind: Collective, num_bytes: int, chip: Chip) -> float:
-    """Duration of a collective that reaches the bandwidth of the links between its ranks.
+    """Return the duration of a collective that reaches the bandwidth of the links between its ranks.
 
     Args:
         kind: Collective and its group.
@@ -309,7 +310,7 @@ def exchange_seconds(kind: Collective, num_bytes: int, chip: Chip) -> float:
 def _of_step(
     config: PreTrainedConfig, backend: DTensorConfig, training: Training
 ) -> tuple[PassCosts, Costs, PassCosts, Costs]:
-    """Costs of a layer in one microbatch and in a step, and likewise of all except the layers.
+    """Return the costs of a layer in one microbatch and in a step, and likewise of all except the layers.
 
     The first microbatch of a step may gather what the others use.
     """
@@ -332,7 +333,7 @@ def _of_step(
 
 
 def _parameters(config: PreTrainedConfig) -> tuple[int, int]:
-    """Numbers of parameters outside of experts and in experts, of a model whose layers are alike."""
+    """Return the numbers of parameters outside of experts and in experts, of a model whose layers are alike."""
     counts = []
     for num_layers in (1, 2):
         with torch.device("meta"):

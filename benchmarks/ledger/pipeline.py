@@ -6,8 +6,8 @@ from rl_dtensor.training.pipeline import Action, one_forward_one_backward
 
 
 def bubble(size: int, num_microbatches: int, *, num_chunks: int = 1, backward: float = 2.0) -> float:
-    """Share of the time in which a pipeline rank waits, if all passes of one direction take equally long and nothing
-    else takes any time.
+    """Return the share of the time in which a pipeline rank waits, if all passes of one direction take equally long and
+    nothing else takes any time.
 
     Args:
         size: Number of pipeline ranks.
@@ -34,7 +34,7 @@ def bubble(size: int, num_microbatches: int, *, num_chunks: int = 1, backward: f
 def _ready(
     action: Action, rank: int, size: int, num_chunks: int, done: dict[tuple[str, int, int], float]
 ) -> float | None:
-    """When the input of a pass is there; None if what makes it has not run."""
+    """Return the time at which the input of a pass is ready; None if the pass that makes it has not run."""
     stage, last = action.chunk * size + rank, size * num_chunks - 1
     if action.kind == "forward":
         return 0.0 if stage == 0 else done.get(("forward", stage - 1, action.microbatch))

@@ -52,7 +52,7 @@ def run_on_gpus(
 
 
 def touched_bytes(tensors: Sequence[Tensor], changed: frozenset[int] | set[int] = frozenset()) -> int:
-    """Bytes that a program reads and writes.
+    """Return the bytes that a program reads and writes.
 
     Args:
         tensors: Tensors that the program is given; each counts once.

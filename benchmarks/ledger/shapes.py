@@ -80,7 +80,7 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
 
 
 def config_of(name: str, **changes: Any) -> PreTrainedConfig:
-    """Hugging Face config of a model in `SHAPES`.
+    """Return the Hugging Face config of a model in `SHAPES`.
 
     Args:
         name: Name of the model.

@@ -98,8 +98,8 @@ def pass_costs(
     num_ranks: int,
     node_size: int | None = None,
 ) -> PassCosts:
-    """Costs on rank 0 of a policy's microbatches, computed by the code that trains it, in bfloat16 and with torch's
-    flash attention as on GPUs.
+    """Return the costs on rank 0 of a policy's microbatches, computed by the code that trains it, in bfloat16 and with
+    torch's flash attention as on GPUs.
 
     Nothing is computed and nothing is sent: tensors have no data, and a collective returns at once. Tokens are taken
     to go to all experts alike. Choices that are left to the memory of a device (`auto`) are those of a CPU: gradients
@@ -168,7 +168,7 @@ def layer_costs(
     num_ranks: int,
     node_size: int | None = None,
 ) -> tuple[PassCosts, PassCosts]:
-    """Costs of one layer, and those of all of a model except its layers: embedding, final norm and head.
+    """Return the costs of one layer, and of all of a model except its layers: embedding, final norm and head.
 
     They are what a model of two layers costs in excess of a model of one, so all layers must be alike.
     """
@@ -183,7 +183,7 @@ def layer_costs(
 def model_costs(
     hf_config: PreTrainedConfig, backend: DTensorConfig, workload: Workload, *, num_ranks: int
 ) -> PassCosts:
-    """Costs of a whole model, of which only models of one layer and of two are built."""
+    """Return the costs of a whole model. Only models of one layer and of two are built."""
     layer, rest = layer_costs(hf_config, backend, workload, num_ranks=num_ranks)
     count = hf_config.num_hidden_layers
     one = rest.training.peak_bytes + layer.training.peak_bytes
@@ -223,7 +223,7 @@ def _run(workload: Workload, mesh: DTensorMesh, on_loss: Callable[[], None]) -> 
 
 @contextmanager
 def _fake_ranks(num_ranks: int, node_size: int, backend: DTensorConfig) -> Iterator[DTensorMesh]:
-    """Rank 0 of a mesh, whose other ranks do not exist."""
+    """Yield the mesh of rank 0, whose other ranks do not exist."""
     rendezvous = Rendezvous(0, num_ranks, 0, "", 0, DEVICE)
     sizes = AxisSizes.of(backend, num_ranks)
     dist.init_process_group(dist.Backend.FAKE, store=FakeStore(), rank=0, world_size=num_ranks)
@@ -239,7 +239,8 @@ def _fake_ranks(num_ranks: int, node_size: int, backend: DTensorConfig) -> Itera
 
 
 def _read(num_tokens: int, routed: Callable[[int], Tensor], asked: Tensor) -> Tensor:
-    """Offsets and lengths are those of the one row, nothing is wrong, and tokens go to all experts alike."""
+    """Read a tensor without data: the offsets and lengths of the one row, no errors, and tokens that go to all experts
+    alike."""
     if asked.dtype == torch.bool:
         return torch.tensor(False)
     if asked.dim() == 3:  # the host reads one table, that of the exchanges of all chunks
@@ -248,8 +249,8 @@ def _read(num_tokens: int, routed: Callable[[int], Tensor], asked: Tensor) -> Te
 
 
 def _even_exchange(mesh: DTensorMesh, hf_config: PreTrainedConfig, num_tokens: int, num_chunks: int) -> Tensor:
-    """Tokens that a rank sends to each rank that it exchanges with and receives from it, and choices of its experts, of
-    each chunk, if every token goes to experts at random, as `rl_dtensor.parallel.dispatch` reads them."""
+    """Return the tokens that a rank exchanges with each rank and the choices of its experts, by chunk, if every token
+    goes to experts at random, as `rl_dtensor.parallel.dispatch` reads them."""
     config = hf_config.get_text_config()
     num_experts, num_chosen = num_experts_of(config.to_dict()), config.num_experts_per_tok
     num_tokens //= mesh.sizes.tp * num_chunks

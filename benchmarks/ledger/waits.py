@@ -38,8 +38,8 @@ COPIES = frozenset({_aten._to_copy, _aten.copy_})
 
 
 def waits_of(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, device: str) -> dict[str, int]:
-    """Number of times that an operation makes the host wait for the device, as `torch.cuda.set_sync_debug_mode` reports
-    it, by what it waits for.
+    """Return the number of times that an operation makes the host wait for the device, by cause, as
+    `torch.cuda.set_sync_debug_mode` reports it.
 
     A copy between host and device waits unless it is told not to (`non_blocking`).
 
@@ -88,5 +88,5 @@ def _of_copy(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: A
 
 
 def _ends(packet: Any, args: Sequence[Any], out: Any) -> tuple[Tensor, Tensor]:
-    """Source and target of a copy."""
+    """Return the source and target of a copy."""
     return (args[1], args[0]) if packet is _aten.copy_ else (args[0], out)

@@ -89,7 +89,8 @@ def reference(root: Path) -> dict[str, str]:
 
 
 def _further(written: dict[str, str], generated: dict[str, str]) -> dict[str, Entries]:
-    """Entries of sections that the index does not list: generated pages, packages, results and rules of the project."""
+    """Return the entries of sections that the index does not list: generated pages, packages, results and rules of the
+    project."""
 
     def below(folder: str, pages: dict[str, str]) -> Entries:
         found = [place for place in pages if place.startswith(f"{folder}/")]

@@ -53,7 +53,7 @@ def _title(text: str) -> str:
 
 
 def _first_sentence(text: str) -> str:
-    """The first sentence of the first paragraph of prose."""
+    """Return the first sentence of the first paragraph of prose."""
     paragraphs = (part.strip() for part in text.split("\n\n"))
     prose = next((part for part in paragraphs if part and not part.startswith(_NO_SENTENCE)), "")
     return re.split(r"(?<=[.:]) (?=[A-Z`])", " ".join(prose.split()), maxsplit=1)[0]

@@ -69,7 +69,7 @@ def navigation(index: str, index_path: str, pages: Mapping[str, str], further: M
 
 
 def _linked_from(place: str, pages: Mapping[str, str]) -> list[str]:
-    """The places that a page links to, in order."""
+    """Return the places that a page links to, in order."""
     targets = (found["target"] for found in _LINE.finditer(pages.get(place, "")))
     return list(dict.fromkeys(_joined(place, target) for target in targets if target))
 

@@ -121,6 +121,6 @@ def plain_fences(text: str) -> list[tuple[str, bool]]:
 
 
 def _chunks(lines: list[tuple[str, bool]]) -> Iterator[tuple[bool, str]]:
-    """Adjacent lines of one kind together, because the text of a link may be wrapped."""
+    """Yield adjacent lines of one kind together, because the text of a link may be wrapped."""
     for is_code, group in groupby(lines, key=lambda each: each[1]):
         yield is_code, "".join(line for line, _ in group)

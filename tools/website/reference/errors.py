@@ -101,7 +101,7 @@ def problems(root: Path) -> list[str]:
 
 
 def _calls(root: Path, pattern: str) -> Iterator[tuple[ast.Call, _Variables]]:
-    """Every call in the files in which a pattern is found, with the variables of the function around it."""
+    """Yield every call in the files in which a pattern is found, with the variables of the function around it."""
     sought = re.compile(pattern)
     for path in sorted(root.glob("packages/*/src/**/*.py")):
         # only some of the files raise an error, and to parse all takes seconds
@@ -127,7 +127,7 @@ def _parsed(path: Path) -> list[tuple[ast.Call, _Variables]]:
 
 
 def _assigned(scope: ast.AST, is_module: bool = False) -> _Variables:
-    """The values that are assigned to the names of a function, or at the top of a module."""
+    """Return the values that are assigned to the names of a function, or at the top of a module."""
     found: dict[str, list[ast.expr]] = {}
     for node in ast.iter_child_nodes(scope) if is_module else ast.walk(scope):
         match node:
@@ -141,7 +141,7 @@ def _assigned(scope: ast.AST, is_module: bool = False) -> _Variables:
 
 
 def _texts(node: ast.expr, variables: _Variables, depth: int = 4) -> list[str]:
-    """What an expression may be as text, with `…` for values."""
+    """Return the possible texts of an expression, with `…` for values."""
     match node:
         case ast.Constant(value=str(text)):
             found = [text]

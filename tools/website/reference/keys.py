@@ -39,7 +39,7 @@ def pages() -> dict[str, str]:
 
 
 def _keys() -> list[FoundKey]:
-    """Every key of a config, apart from entries of lists, which are in the defaults of the lists."""
+    """Return every key of a config, apart from entries of lists, which are in the defaults of the lists."""
     return [each for each in every_key() if "[" not in each.explanation.key]
 
 
@@ -50,7 +50,7 @@ def _of_profile() -> Iterator[FoundKey]:
 
 
 def _rules() -> Mapping[str, str]:
-    """What a change of each key means for a run that has begun."""
+    """Return the rule of each key for a change in a run that has begun."""
     found: dict[str, str] = {}
     for root in roots_of_all().values():
         for each in explain_all(root):
@@ -66,7 +66,7 @@ def _page(keys: list[FoundKey], rules: Mapping[str, str]) -> str:
 
 
 def _entries(keys: list[FoundKey], rules: Mapping[str, str], level: int = 3) -> Iterator[str]:
-    """The keys with a heading each, those of a section before the sections in it."""
+    """Yield the keys with a heading each, those of a section before the sections in it."""
     sections = [each.explanation.key for each in keys if _is_section(each.explanation)]
     order = {key: place for place, key in enumerate(dict.fromkeys(each.explanation.key for each in keys))}
 
@@ -91,7 +91,7 @@ def _entry(key: str, meanings: list[FoundKey], rules: Mapping[str, str], level: 
 
 
 def _meaning(alike: list[FoundKey], rule: str) -> str:
-    """Text of one meaning of a key, whose default may depend on other keys."""
+    """Return the text of one meaning of a key, whose default may depend on other keys."""
     first, conditions = alike[0].explanation, [each.condition for each in alike]
     text = f"{prose(first.doc)}\n\n" if first.doc else ""
     if _is_section(first):

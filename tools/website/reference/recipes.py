@@ -71,7 +71,7 @@ def _algorithm(recipe: Recipe, config: Config) -> str:
 
 
 def _measured(root: Path) -> Mapping[str, str]:
-    """Markdown about the results of each recipe that a benchmark trains as it is."""
+    """Return Markdown about the results of each recipe that a benchmark trains as it is."""
     text = (root / _RESULTS).read_text(encoding="utf-8")
     lines = [line for line in text.splitlines() if line.startswith("|")]
     found: dict[str, str] = {}
@@ -93,7 +93,7 @@ def _measured(root: Path) -> Mapping[str, str]:
 
 @cache
 def _cases(root: Path) -> Mapping[str, str]:
-    """The recipe of each case of the benchmark."""
+    """Return the recipe of each case of the benchmark."""
     path = root / "benchmarks" / "learning.py"
     sys.path.insert(0, str(path.parent))
     try:

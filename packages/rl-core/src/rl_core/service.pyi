@@ -186,6 +186,7 @@ from rl_core.facts.rank_layout import RankLayout as RankLayout
 from rl_core.facts.template_ends import OTHER_MARK as OTHER_MARK
 from rl_core.facts.template_ends import POLICY_MARK as POLICY_MARK
 from rl_core.facts.template_ends import template_ends as template_ends
+from rl_core.facts.vision_size import VisionSize as VisionSize
 from rl_core.facts.vllm_readings import arguments_for_vllm as arguments_for_vllm
 from rl_core.facts.vllm_readings import scales_read_otherwise as scales_read_otherwise
 from rl_core.fork_server import IDLE_S as IDLE_S
@@ -586,6 +587,7 @@ from rl_core.torch.training.recompute import ActivationMemory as ActivationMemor
 from rl_core.torch.training.recompute import ActivationsUnknown as ActivationsUnknown
 from rl_core.torch.training.recompute import LayerActivations as LayerActivations
 from rl_core.torch.training.recompute import RecomputePlan as RecomputePlan
+from rl_core.torch.training.recompute import image_bytes as image_bytes
 from rl_core.torch.training.recompute import log_unknown as log_unknown
 from rl_core.torch.training.recompute import logit_bytes as logit_bytes
 from rl_core.torch.training.recompute import max_tokens as max_tokens

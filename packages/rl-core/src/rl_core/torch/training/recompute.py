@@ -8,10 +8,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from transformers import PreTrainedConfig
 
 from rl_core.data.microbatch import Batching
+from rl_core.facts.vision_size import VisionSize
 from rl_core.model_config import ModelConfig
 from rl_core.torch.heads.logprobs import CHUNK_SIZE
+from rl_core.weights import ITEM_BYTES
 
 _log = logging.getLogger(__name__)
 
@@ -74,11 +77,13 @@ class ActivationMemory(NamedTuple):
         layers: Bytes that each layer keeps of a token.
         tokens: Maximum number of tokens of a microbatch on a rank.
         passes: Microbatches whose activations exist at one time.
+        images: Bytes that the images of a microbatch keep, without and with recomputation of any layer.
     """
 
     layers: Sequence[LayerActivations]
     tokens: int
     passes: float
+    images: tuple[float, float] = (0.0, 0.0)
 
     def size(self, plan: RecomputePlan) -> int:
         """Return the bytes of all activations if these layers are recomputed."""
@@ -88,7 +93,7 @@ class ActivationMemory(NamedTuple):
         kept += sum(layer.none for layer in self.layers[until:])
         # A layer that is recomputed has all of its activations while its backward pass runs.
         again = max(layer.none for layer in self.layers) if until else 0
-        return round(self.tokens * (self.passes * kept + again))
+        return round(self.tokens * (self.passes * kept + again) + self.passes * self.images[until > 0])
 
     def choose(self, plans: Iterable[RecomputePlan], room: int) -> RecomputePlan:
         """Return the first plan whose activations fit, or the last one if none does.
@@ -124,6 +129,26 @@ def max_tokens(config: ModelConfig, context_ranks: int) -> int:
     rows = batching.max_rows or 1
     longest = config.max_total_sequence_length
     return max(batching.max_tokens or rows * longest, longest) // context_ranks
+
+
+def image_bytes(config: ModelConfig, hf: PreTrainedConfig, *, recomputes_tower: bool) -> tuple[float, float]:
+    """Return the bytes that the images of a microbatch keep, without and with recomputation of any layer. All
+    context-parallel ranks compute them.
+
+    Args:
+        config: Config of the model.
+        hf: Hugging Face config of the whole model.
+        recomputes_tower: True if the layers of the vision tower are then recomputed too.
+    """
+    size = VisionSize.of(hf.to_dict()) if config.vision.enabled else None
+    if size is None:
+        return 0.0, 0.0
+    tokens = size.tokens(config, max_tokens(config, 1))
+    itemsize = ITEM_BYTES[config.precision]
+    kept, again = (
+        size.kept(config.vision, tokens, itemsize, recomputed=each and recomputes_tower) for each in (False, True)
+    )
+    return kept, again
 
 
 def passes_kept(num_ranks: int, num_chunks: int) -> float:
