@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import median
 
 import yaml
 from measurement import (
@@ -29,7 +30,6 @@ from measurement import (
     SkewedLengths,
     make_endless_model,
     make_skewed_model,
-    median,
     num_parameters,
     read_metrics,
     recorded_at,
