@@ -11,12 +11,13 @@ from rl_core.errors import ConfigError
 from rl_core.facts.rank_layout import RankLayout
 from rl_core.testing.isolation import loaded_by
 from rl_launch.commands.planning import plan_recipe
-from rl_launch.planning.accelerators import accelerator_named, accelerator_of
+from rl_launch.planning.accelerators import DECODE_MEMORY, accelerator_named, accelerator_of
 from rl_launch.planning.changes import with_values
 from rl_launch.planning.learned import learn, learned, measured_lengths
 from rl_launch.planning.memory import GIB
 from rl_launch.planning.plan import plan_run
 from rl_launch.planning.planned_steps import PhaseMemory, PlannedSteps
+from rl_launch.planning.seconds import decode_seconds
 from rl_launch.planning.shapes import Shape, published_fields
 from rl_launch.planning.simulation import Engines, Faults, Setting, SimulatedSteps, best_save_seconds, goodput, simulate
 from rl_launch.planning.text import lines
@@ -51,6 +52,15 @@ def answer(recipe, *overrides, device="h100", searches=False):
         ("Qwen/Qwen3-235B-A22B", 235),
         ("mistralai/Mixtral-8x7B-v0.1", 46.7),
         ("deepseek-ai/DeepSeek-V3", 671),
+        ("meta-llama/Llama-3.1-405B", 405.9),
+        ("openai/gpt-oss-120b", 116.8),
+        ("moonshotai/Kimi-K2-Instruct", 1026),
+        ("zai-org/GLM-4.5-Air", 106.8),
+        ("google/gemma-2-9b-it", 9.24),
+        ("microsoft/phi-4", 14.66),
+        ("allenai/OLMo-2-1124-13B", 13.72),
+        ("HuggingFaceTB/SmolLM2-135M", 0.1345),
+        ("mistralai/Mistral-Small-24B-Instruct-2501", 23.57),
     ],
 )
 def test_published_shapes_have_the_published_numbers_of_parameters(name, billions):
@@ -206,6 +216,54 @@ def test_rollouts_take_time_of_the_host_next_to_their_tokens():
         seconds.append((plan.seconds["generation"], plan.topology.num_replicas))
     (few, replicas), (many, _) = seconds
     assert many - few == pytest.approx(256 / replicas * 0.001, rel=0.2)
+
+
+def training_seconds(recipe, *overrides, **more):
+    return planned(recipe, *overrides, **more).seconds["training"]
+
+
+def test_what_is_recomputed_takes_time():
+    """Selective recomputation repeats kernels, full recomputation also a third of the products."""
+    none, selective, full = (
+        training_seconds("sft-squad", "policy.model_name=Llama-3.1-8B", f"policy.dtensor_cfg.recompute={choice}")
+        for choice in ("none", "selective", "full")
+    )
+    assert none < selective < full
+    assert full / none == pytest.approx(4 / 3, rel=0.05)
+
+
+def test_a_pipeline_is_filled_again_for_each_update():
+    keys = ["policy.megatron_cfg.pipeline_model_parallel_size=4", "policy.megatron_cfg.tensor_model_parallel_size=1"]
+    keys += ["policy.megatron_cfg.sequence_parallel=false", "policy.megatron_cfg.recompute=full"]
+    one, four = (
+        training_seconds(
+            "grpo-math-8b-megatron", *keys, f"policy.train_global_batch_size={rows}", lengths=Lengths(1, 3000)
+        )
+        for rows in (2048, 512)
+    )
+    # Each of two data-parallel ranks has 512 microbatches; three of them are a bubble.
+    assert four / one == pytest.approx((1 + 4 * 3 / 512) / (1 + 3 / 512), rel=3e-3)
+
+
+def test_a_decoding_step_reads_keys_and_values_after_its_weights():
+    plan = planned("grpo-math-8b")
+    chip = plan.machines.accelerator
+    short, long = (decode_seconds(plan.engine, 64, row, plan.machines) for row in (500, 1500))
+    read = 64 * 1000 * plan.engine.cache_of_token
+    assert long - short == pytest.approx(read / (DECODE_MEMORY * chip.memory_rate))
+    assert short > plan.engine.weights / chip.memory_rate
+
+
+def test_links_that_reach_further_than_a_node_carry_its_exchanges():
+    keys = ["policy.model_name=Qwen3-30B-A3B", "cluster.gpus_per_node=4", "cluster.num_nodes=4"]
+    keys += ["policy.dtensor_cfg.expert_parallel_size=16", "policy.train_global_batch_size=128"]
+    joined, apart = (training_seconds("sft-squad", *keys, device=device) for device in ("gb200", "b200"))
+    assert joined < 0.7 * apart
+
+
+def test_a_weight_sync_takes_time_for_each_tensor():
+    dense, sparse = (planned("grpo-math-8b", f"policy.model_name={name}") for name in ("Qwen3-32B", "Qwen3-30B-A3B"))
+    assert sparse.seconds["weight_sync"] > dense.seconds["weight_sync"] + 48 * 128 * 3 * 1e-4 - 1.0
 
 
 def test_generation_that_overlaps_training_and_small_peaks_teach_nothing(tmp_path, monkeypatch):
