@@ -1,4 +1,4 @@
-"""Random kills of what takes part in rollouts of agents, and a comparison with a run that nothing happens to.
+"""Random kills of the processes in rollouts of agents, and a comparison with a run that nothing happens to.
 
     uv run benchmarks/agent_kills.py [--kills 20] [--seed 0] [--steps 24] [--folder runs/agent-kills]
 

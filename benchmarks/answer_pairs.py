@@ -18,7 +18,7 @@ import sympy
 
 @dataclass(frozen=True)
 class Pair:
-    """A known answer, what was said, and whether they are the same."""
+    """A known answer, a response, and whether they are the same."""
 
     kind: str
     known: str

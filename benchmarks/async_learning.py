@@ -2,7 +2,7 @@
 
     python benchmarks/async_learning.py [--only NAME ...] [--seeds 1 2 3] [--jobs 2] [--png FILE]
 
-Every run has the same settings but for the age: greedy accuracy on held-out sums after 48 steps of four updates, from
+Every run has the same settings except the age: greedy accuracy on held-out sums after 48 steps of four updates, from
 one warmed-up model. Generation has a process of its own. A rollout begins as early as the bound allows, so most tokens
 are as old as it is. Runs are made, kept and gone on with as those of `learning.py` are.
 

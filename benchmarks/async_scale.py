@@ -6,7 +6,7 @@ The source of rollouts, its ledger and the dispatch of groups to replicas are th
 replica decodes so many rollouts at a time, each at one speed, and queues the others. Lengths are log-normal with a
 99th percentile of eight times the median, cut off at the limit of tokens. Training takes a fixed time; between two
 calls nobody deals groups to replicas, as in a run. A weight update either lets the rollouts that have begun end
-(`drained`), or interrupts them for a moment and goes on (`in flight`).
+(`drained`), or interrupts them for a moment and continues (`in flight`).
 
 No schedule can make steps shorter than their bound, which is the largest of
 

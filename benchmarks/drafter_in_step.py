@@ -127,7 +127,7 @@ def policy(folder: Path, kind: str) -> tuple[str, ...]:
 
 
 def teach_sums(folder: Path) -> None:
-    """Write the model of the subfolder `random` into `policy` once it has learned sums as that of the recipe has."""
+    """Write the model of the subfolder `random` into `policy` once it has learned sums, like the recipe's model."""
     settings = ("cluster.device=cpu", "cluster.cpu_ranks_per_node=1", f"policy.model_name={folder / 'random'}")
     run_rl(folder, "sft-arithmetic", "sums", *settings)
     (newest,) = (folder / "sums" / "checkpoints").glob("step_*")

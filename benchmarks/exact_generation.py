@@ -67,7 +67,7 @@ def spent(rank: Rank) -> float:
 
 @dataclass
 class Side:
-    """Steps with or without exact generation, and what they took."""
+    """Steps with or without exact generation, and their seconds."""
 
     folder: Path
     size: Size

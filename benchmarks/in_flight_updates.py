@@ -106,7 +106,7 @@ class UpdatedRun:
     Args:
         rollouts: all that finished; the columns are here.
         saved: folder of each version.
-        seconds: of the updates together.
+        seconds: Seconds of all updates.
         resident: MiB by process as `resident_by_process` gives them, after a tenth, a half and all of the updates.
     """
 
@@ -196,8 +196,8 @@ class Comparison:
     """Absolute differences of logprobs.
 
     Args:
-        own: float64 `[tokens]`, from those of the version that sampled the token.
-        before: float64 `[tokens]`, from those of the version before it, if there is one.
+        own: float64 `[tokens]`, from the logprobs of the version that sampled the token.
+        before: float64 `[tokens]`, from the logprobs of the version before it, if there is one.
     """
 
     own: np.ndarray

@@ -234,7 +234,7 @@ def loaded(folder: Path, precision: str, *, rounds: bool = False) -> Trained:
     """Return the model that transformers loads from a folder.
 
     Args:
-        rounds: Whether tensors that it keeps in float32 are rounded.
+        rounds: True if tensors that it keeps in float32 are rounded.
     """
     import torch
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING

@@ -3,7 +3,7 @@
     python benchmarks/learning.py [--only NAME ...] [--seeds 1 2 3] [--jobs 2] [--png FILE]
 
 Every run is what `rl train` makes, on the CPU, with one thread for each process, so that runs on different cores do not
-wait for one another; one Ray serves all runs of a job. Algorithms that go on from a model that answers some sums get
+wait for one another; one Ray serves all runs of a job. Algorithms that start from a model that answers some sums get
 one that SFT has warmed up, made once in the same folder; their start is what that model scores. It is also the teacher
 of distillation. Runs are kept in `--folder`: a finished one is not made again, one that broke off is gone on with.
 """
@@ -60,7 +60,7 @@ def falls_to(share: float) -> Aim:
 
 @dataclass(frozen=True)
 class Measure:
-    """A metric, as `metrics.jsonl` spells it, and what it has to do from its first value to its last."""
+    """A metric, as `metrics.jsonl` spells it, and its aim from the first value to the last."""
 
     metric: str
     aim: Aim
@@ -72,7 +72,7 @@ Beside = Callable[[Path], AbstractContextManager[None]]
 
 @dataclass(frozen=True)
 class Case:
-    """A recipe with what is changed in it, the section that holds its seed, and what is measured."""
+    """A recipe with its changed settings, the section that holds its seed, and the measured metrics."""
 
     recipe: str
     section: str
@@ -471,7 +471,7 @@ def make_run(task: Task) -> None:
     """Train in a folder, or continue there; a folder of another config is refused.
 
     Raises:
-        SystemExit: if a signal ended the run, which goes on when the benchmark is started again.
+        SystemExit: If a signal ended the run, which resumes when the benchmark is started again.
     """
     try:
         with task.beside(task.run):

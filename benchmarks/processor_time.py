@@ -26,7 +26,7 @@ KINDS = {
     "from rl_core.plugins import resolve": "checks of engines",
     " train ": "driver",
 }
-"""Words of a command line, the first that fits, and what the process is."""
+"""Words of a command line and the kind of process; the first that fits counts."""
 
 
 def processor_seconds(command: Sequence[str], log: Path, environ: Mapping[str, str]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""What a rollout worker spends on the completions that `rl replay` needs, beside the work that it does in any case.
+"""The time that a rollout worker spends on the completions that `rl replay` needs, next to its other work.
 
     uv run benchmarks/recorded_turns.py [--quick]
 

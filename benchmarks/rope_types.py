@@ -67,7 +67,7 @@ class Case:
         lengths: Number of tokens of each row.
         longest: Maximum number of tokens of a row in the run.
         fields: Further fields of the config.
-        sizes: Sizes that differ from those of other benchmarks.
+        sizes: Sizes that differ from other benchmarks.
     """
 
     family: str

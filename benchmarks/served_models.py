@@ -1,4 +1,4 @@
-"""Tiny random models of any family at sizes that vLLM takes, with what configs on the hub state."""
+"""Tiny random models of any family at sizes that vLLM takes, with the fields that configs on the hub have."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SYNC_SIZES = {
     "mamba_d_ssm": 256,
     "attention_chunk_size": 128,
 }
-"""Sizes of a tiny model that vLLM's kernels on CPU take, over those of the self-check."""
+"""Sizes of a tiny model that vLLM's kernels on CPU take, in place of the self-check's."""
 
 CORRECTION = ("e_score_correction_bias", "expert_bias")
 """Ends of the names of biases that correct the load of experts."""
@@ -69,7 +69,7 @@ def write_served(config: Any, folder: Path, *, seed: int, sizes: Mapping[str, An
     folder.
 
     Args:
-        sizes: over those of the self-check.
+        sizes: Sizes in place of the self-check's.
 
     Raises:
         ConfigError: if the family's own code refuses a config of such sizes.

@@ -1,4 +1,4 @@
-"""Whether agents that train together learn: self-play on nim, and a proposer of sums with its solvers, by seed.
+"""Learning of agents that train together: self-play on nim, and a proposer of sums with its solvers, by seed.
 
     python benchmarks/several_agents.py [--only NAME ...] [--seeds 1 2 3] [--jobs 2]
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 @dataclass
 class Outcome:
-    """What was imported, and what failed.
+    """The imports that worked, and the ones that failed.
 
     Args:
         imported: Number of imported modules and loaded entry points.

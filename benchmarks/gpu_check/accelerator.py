@@ -164,7 +164,7 @@ ACCELERATORS: dict[str, type[Accelerator]] = {"cpu": HostAccelerator, "cuda": Cu
 
 
 class _HostReads(TorchDispatchMode):
-    """Counts operations whose result the host needs before it goes on."""
+    """Counts operations whose result the host needs before it continues."""
 
     WAITING = (_aten._local_scalar_dense.default, _aten.nonzero.default, _aten.masked_select.default)
 

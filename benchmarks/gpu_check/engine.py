@@ -34,7 +34,7 @@ MEMORY_SHARE, KV_GIB = 0.3, 0.25
 """The engine's share of a GPU's memory where it is set, and its keys and values on the CPU."""
 
 _started: list[str] = []
-"""What the engine of this process chose when it started."""
+"""The choices that the engine of this process made when it started."""
 
 
 @asynccontextmanager

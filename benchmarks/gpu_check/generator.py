@@ -139,7 +139,7 @@ def compare_mismatch(
 
     Args:
         completions: Prompts and their completions.
-        subject: Precision, and what else identifies the comparison.
+        subject: Precision and further words that identify the comparison.
     """
     rows = [np.concatenate([prompt, one.token_ids]).astype(np.int32) for prompt, one in completions]
     found = worker.infer(Batch({"tokens": Ragged.from_rows(rows)}), [LOGPROBS])

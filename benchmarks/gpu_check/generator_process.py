@@ -25,7 +25,7 @@ ANSWER_S = 240.0
 Open = Callable[[Setup, ModelConfig], AbstractAsyncContextManager[Generator]]
 """Opens a generator; a function of a module, for another process to import."""
 Order = Callable[..., Awaitable[Any]]
-"""A coroutine function of a module, called with the generator and what it is asked with."""
+"""A coroutine function of a module, called with the generator and the arguments of a request."""
 
 
 class GeneratorProcess:
@@ -34,7 +34,7 @@ class GeneratorProcess:
     Args:
         setup: Setup of the section.
         open_generator: Opens the generator in the process.
-        model: What it loads.
+        model: Model that it loads.
     """
 
     def __init__(self, setup: Setup, open_generator: Open, model: ModelConfig) -> None:
@@ -150,7 +150,7 @@ async def _answer(pipe: Connection, setup: Setup, open_generator: Open, model: M
         pipe.send(("", None))
         while True:
             try:
-                # in a thread, so that an engine's own tasks go on
+                # This runs in a thread, so that the engine's own tasks continue.
                 order, arguments = await asyncio.to_thread(pipe.recv)
             except EOFError:
                 return

@@ -14,7 +14,7 @@ from rl_core.torch.heads.logprobs import Head, head_reads
 HIDDEN = 2048
 CHUNKS = (256, 1024, 2048, 4096)
 BYTES_PER_LOGIT = 18
-"""Most bytes per logit of a chunk at one time: in half precision, in float32, its exponential and a gradient."""
+"""Maximum bytes per logit of a chunk at one time: in half precision, in float32, its exponential and a gradient."""
 
 
 def check(setup: Setup, report: Report) -> None:

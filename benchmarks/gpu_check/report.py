@@ -52,7 +52,7 @@ class Speed:
         unit: Unit of both numbers; more is better.
         found: The measurement.
         expected: The expectation; None if nothing is known of this device.
-        basis: What the expectation follows from.
+        basis: Source of the expectation.
     """
 
     subject: str
@@ -106,12 +106,12 @@ class Report:
         self._emit(Figures(caption, tuple(head), tuple(tuple(row) for row in rows)))
 
     def speed(self, subject: str, unit: str, found: float, expected: float | None, basis: str) -> None:
-        """Report a measurement for the table of what was expected."""
+        """Report a measurement for the table of expected values."""
         self._emit(Speed(subject, unit, found, expected, basis))
 
     @contextmanager
     def attempt(self, subject: str) -> Iterator[None]:
-        """Report a check that raises as failed, and go on."""
+        """Report a check that raises as failed, and continue."""
         self._emit(Begun(subject))
         try:
             yield

@@ -40,7 +40,7 @@ class Shape:
 
     @property
     def num_head_weights(self) -> int:
-        """Weights of the head, which are those of the embedding."""
+        """Weights of the head, which shares the embedding's."""
         return self.vocab * self.hidden
 
     @property

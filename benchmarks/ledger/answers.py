@@ -1,4 +1,4 @@
-"""What the host reads of tensors that have no data."""
+"""Values that the host reads from tensors without data."""
 
 from __future__ import annotations
 

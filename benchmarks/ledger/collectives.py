@@ -18,7 +18,7 @@ _SPELLINGS = {"allgather": "all_gather", "allreduce": "all_reduce", "alltoall": 
 
 
 def collective_of(operation: Any, args: Sequence[Any], out: Any) -> tuple[Collective, Traffic] | None:
-    """Return the collective that an operation is, and what it moves; None if it is not one, or its group has one rank.
+    """Return an operation's collective and the bytes that it moves; None if it is not one, or its group has one rank.
 
     Args:
         operation: An overload, of `torch.distributed` or of functional collectives.

@@ -1,4 +1,4 @@
-"""What a computation costs a device, as numbers that add up."""
+"""Costs of a computation for a device, as numbers that add up."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from ledger.programs import is_own, run_on_gpus
 from ledger.waits import TO_DEVICE, crosses, waits_of
 
 WHOLE = "Global"
-"""Name under which the costs of all modules, and of what is outside of any, are."""
+"""Name of the total: the costs of all modules and of the code outside of any."""
 
 NO_WAITS: Mapping[str, int] = {}
 
@@ -75,8 +75,8 @@ class CostCounter(TorchDispatchMode):
 
     @property
     def modules(self) -> Mapping[str, Costs]:
-        """Costs so far of each module by its name, those of the modules in it included and memory left out. The name of
-        the outermost module is that of its class."""
+        """Costs so far of each module by its name, including the modules in it and without memory. The name of
+        the outermost module is the name of its class."""
         return {name: tally.costs(0) for name, tally in self._tallies.items() if name != WHOLE}
 
     def __enter__(self) -> CostCounter:

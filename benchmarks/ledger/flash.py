@@ -22,7 +22,7 @@ _RNG_STATE = 16
 
 
 class Inner(NamedTuple):
-    """Work of the backward pass next to that of its largest kernel.
+    """Work of the backward pass in addition to its largest kernel.
 
     Args:
         by_queries: Work that the gradient by the queries takes.
@@ -36,7 +36,7 @@ class Inner(NamedTuple):
 def inner_backward(
     generation: str, num_tokens: int, num_heads: int, num_key_heads: int, head_dim: int, *, itemsize: int = 2
 ) -> Inner:
-    """Work of a backward pass of packed rows next to that of its largest kernel.
+    """Work of a backward pass of packed rows in addition to its largest kernel.
 
     Both generations sum the gradient by the queries in float32: the first kernel clears it, and also reads the gradient
     by the output; the largest adds to it; the last one converts it. Blocks of keys add at different times, so this is

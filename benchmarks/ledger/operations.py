@@ -1,4 +1,4 @@
-"""The work of one operation: what it launches, and the memory that it reads and writes."""
+"""The work of one operation: its launches, and the memory that it reads and writes."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def tensors_in(values: Any) -> list[Tensor]:
 
 
 def num_bytes(tensor: Tensor) -> int:
-    """Return the bytes of a tensor's data; what it repeats by expansion counts once."""
+    """Return the bytes of a tensor's data; values that are repeated by expansion count once."""
     count = tensor.element_size()
     for extent, stride in zip(tensor.shape, tensor.stride(), strict=True):
         count *= extent if stride else min(extent, 1)

@@ -1,4 +1,4 @@
-"""Bubbles of a pipeline, from the order in which its ranks run their passes."""
+"""Bubbles of a pipeline, from the order of its ranks' passes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def bubble(size: int, num_microbatches: int, *, num_chunks: int = 1, backward: f
         size: Number of pipeline ranks.
         num_microbatches: Number of microbatches; a multiple of `size` if there are several chunks.
         num_chunks: Number of chunks of layers on each rank.
-        backward: Duration of a backward pass, in those of a forward pass.
+        backward: Duration of a backward pass, relative to a forward pass.
     """
     lasts = {"forward": 1.0, "backward": backward}
     waiting = [list(one_forward_one_backward(rank, size, num_chunks, num_microbatches))[::-1] for rank in range(size)]
@@ -34,7 +34,7 @@ def bubble(size: int, num_microbatches: int, *, num_chunks: int = 1, backward: f
 def _ready(
     action: Action, rank: int, size: int, num_chunks: int, done: dict[tuple[str, int, int], float]
 ) -> float | None:
-    """Return the time at which the input of a pass is ready; None if the pass that makes it has not run."""
+    """Return the time when the input of a pass is ready; None if the pass that makes it has not run."""
     stage, last = action.chunk * size + rank, size * num_chunks - 1
     if action.kind == "forward":
         return 0.0 if stage == 0 else done.get(("forward", stage - 1, action.microbatch))

@@ -66,7 +66,7 @@ def _page(keys: list[FoundKey], rules: Mapping[str, str]) -> str:
 
 
 def _entries(keys: list[FoundKey], rules: Mapping[str, str], level: int = 3) -> Iterator[str]:
-    """Yield the keys with a heading each, those of a section before the sections in it."""
+    """Yield the keys with a heading each, a section's own keys before the sections in it."""
     sections = [each.explanation.key for each in keys if _is_section(each.explanation)]
     order = {key: place for place, key in enumerate(dict.fromkeys(each.explanation.key for each in keys))}
 

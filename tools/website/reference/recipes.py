@@ -1,4 +1,4 @@
-"""Pages of the recipes: command, file, keys that differ from the defaults, and what was measured with them."""
+"""Pages of the recipes: command, file, keys that differ from the defaults, and measured results."""
 
 from __future__ import annotations
 

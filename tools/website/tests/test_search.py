@@ -1,6 +1,6 @@
 """The search of the site answers questions of readers: the right page is among the first three, and mostly the first.
 
-The questions are those of public issue trackers of such systems, in words of ours; a comment gives the thread.
+The questions are those of public issue trackers of such systems, in our words; a comment gives the thread.
 """
 
 import json

@@ -322,7 +322,7 @@ class AdapterLosses:
 
 @dataclass(frozen=True)
 class StepSettings:
-    """Settings of one optimizer step, in place of those of the config; what is left out is the config's.
+    """Settings of one optimizer step, in place of the config's. Omitted settings stay the config's.
 
     Args:
         lr: Learning rate, which the schedule does not change. Parameters with a rate of their own keep its ratio to

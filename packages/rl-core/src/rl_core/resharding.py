@@ -142,7 +142,7 @@ class ExchangePlan:
         tensors: Tensors in the order of the transfer.
         kinds: Pieces of each kind of tensors.
         kind_of: int64 `[tensors]`, kind of each tensor.
-        waves: Waves in order; those of one bucket are consecutive.
+        waves: Waves in order; the waves of one bucket are consecutive.
     """
 
     tensors: Sequence[PlannedTensor]

@@ -58,8 +58,8 @@ class MCPServer:
             start that does fails its rollout.
         sandbox: Sandbox of the server, whose limits are for a whole conversation: a `Program` with `command`, and
             `{folder}` is its scratch folder. None to run it as the environment runs.
-        is_shared: Whether all conversations of an environment's process have one session, which suits servers that keep
-            nothing between calls and take long to start.
+        is_shared: True if all conversations of an environment's process share one session, which suits servers that
+            keep nothing between calls and take long to start.
 
     Raises:
         ValueError: If there is neither a command nor a URL, or both, or an argument that the other one would need.
@@ -229,7 +229,7 @@ class _Session:
         return ("\n".join(texts) if len(texts) == len(parts) else parts), bool(result.is_error)
 
     async def close(self) -> None:
-        """End the session and its process; a session that others share goes on."""
+        """End the session and its process; a session that others share continues."""
         if self._is_shared and not self.has_ended:
             return
         self._is_closing.set()

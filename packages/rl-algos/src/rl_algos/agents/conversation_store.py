@@ -29,7 +29,7 @@ Posted = Literal["accepted", "repeated", "unknown", "rewarded", "expired", "left
 """Result of a reward that was posted. All but the first two refuse it, because of the conversation's state."""
 
 BUSY_TIMEOUT_S = 30.0
-"""Maximum number of seconds that a transaction waits for those of other processes."""
+"""Maximum number of seconds that a transaction waits for other processes."""
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS conversations (
@@ -93,7 +93,7 @@ class ConversationStore:
     disk when its method returns, so an answer or a reward that a client has seen confirmed outlives the end of every
     process.
 
-    The file is readable by its owner only, and what is deleted is overwritten.
+    The file is readable by its owner only, and deleted entries are overwritten.
 
     Args:
         path: Path of the file, in a folder that all nodes share. Its file system must have locks.

@@ -105,7 +105,7 @@ class AgentProgram:
         max_tokens: Maximum number of tokens of a conversation.
         split: True to render every conversation anew.
         takes_images: True if the policy reads images.
-        structured_output: What happens to calls that ask for a form of the answer.
+        structured_output: Treatment of calls that ask for a form of the answer.
     """
 
     def __init__(

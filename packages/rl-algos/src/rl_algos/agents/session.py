@@ -111,7 +111,7 @@ class AgentSession:
         splits: True to render every conversation anew, as a chat server does, which cuts the rollout where the chat
             template rewrites earlier turns; False to continue from the tokens as they were sampled.
         agent: Name of the agent whose calls these are, if the program has several; empty for the only one.
-        structured_output: What happens to calls that ask for a form of the answer.
+        structured_output: Treatment of calls that ask for a form of the answer.
         answer_ids: Beginning of the ids of its answers, for answers of several sessions at one address.
     """
 

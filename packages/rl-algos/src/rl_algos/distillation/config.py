@@ -25,7 +25,7 @@ class SelfTeacherConfig(Config):
     prompts: list[str] = Field(min_length=1)
     """Templates of the teacher's prompt, in place of the last message of the student's: `{prompt}` is that message,
     `{success}` the final text of another rollout of the group that succeeded, `{feedback}` the text that the
-    environment returned as `feedback` in `info`, and all other fields are those of the row, such as `{answer}`. The
+    environment returned as `feedback` in `info`, and all other fields come from the row, such as `{answer}`. The
     first template whose fields are all known is taken; a rollout without one has no teacher."""
     weights: Literal["current", "reference"] = "current"
     """Weights that read the teacher's prompt: `current`, those of the student as the step begins, or `reference`, the

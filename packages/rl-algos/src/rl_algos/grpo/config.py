@@ -60,12 +60,12 @@ class TrainedAgentsConfig(Config):
 
 
 class TeacherAdvantageConfig(Config):
-    """Advantages of tokens by teachers, in addition to those of the rewards (on-policy distillation). The teachers are
+    """Advantages of tokens by teachers, in addition to the rewards' own (on-policy distillation). The teachers are
     the sections `teacher` and `teachers`, as in distillation, or `self_teacher`; without any, only rewards teach."""
 
     weight: float = Field(default=1.0, gt=0, allow_inf_nan=False)
     """Factor of a sampled token's advantage by its teacher: the logprob that the teacher gives it less the policy's as
-    the step begins. The mean policy gradient of it is that of the reverse KL divergence, KL(policy || teacher)."""
+    the step begins. Its mean policy gradient is the gradient of the reverse KL divergence, KL(policy || teacher)."""
     reward_weight: float = Field(default=1.0, ge=0, allow_inf_nan=False)
     """Factor of the advantages of the rewards, which the estimator computes. 0 learns from the teachers only; then each
     row must have one. Otherwise rows without a teacher learn from their rewards."""

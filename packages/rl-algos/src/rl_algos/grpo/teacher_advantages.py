@@ -54,7 +54,7 @@ class TaughtAdvantages(NamedTuple):
 def with_teachers(
     advantages: Advantages, batch: Batch, groups: Sequence[RolloutGroup], teachers: RolloutTeacher, config: GRPOConfig
 ) -> TaughtAdvantages:
-    """Add the advantages of teachers to those of rewards.
+    """Add the advantages of teachers to the advantages of rewards.
 
     A sampled token y has `reward_weight A + weight (log q(y) - log p(y))`, with A the advantage of the rewards, q its
     teacher and p the policy as the step begins; no gradient passes through it. In expectation over p, its policy

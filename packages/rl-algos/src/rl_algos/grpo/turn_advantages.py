@@ -1,4 +1,4 @@
-"""Advantages by turn: each turn of a rollout is compared by what it earned itself and what came after it.
+"""Advantages by turn: each turn of a rollout is compared by its own reward and the rewards after it.
 
 Notation: r_k is the reward of turn k of a rollout, and its return is `G_k = r_k + d r_(k+1) + d^2 r_(k+2) + ...` with
 the discount d. Differences to a mean are taken as by `rl_algos.grpo.advantages.grpo`, within the sets of turns that

@@ -1,1 +1,1 @@
-"""Judges: models that score rollouts, what they are asked, and the limits that they are asked within."""
+"""Judges: models that score rollouts, their questions, and the limits of asking."""

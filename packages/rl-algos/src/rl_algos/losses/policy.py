@@ -61,7 +61,7 @@ class PolicyLoss:
         importance: The correction w, None for none.
         staleness: Weights by age, which w is multiplied by; None for none.
         weight_version: Version of the weights that the step trains, the end of a token's age.
-        filters: Tokens and sequences that the policy term leaves out, such as those at which one of the columns
+        filters: Tokens and sequences that the policy term leaves out, such as tokens where one of the columns
             `filters.columns` is 0.
         mismatch_threshold: Leaves sequences whose mean `exp|prev - generation|` is above it out of all terms.
         entropy_bonus: Bonus for the mean entropy H of the next token's distribution; None does not read it.

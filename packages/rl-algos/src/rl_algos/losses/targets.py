@@ -95,7 +95,7 @@ class TargetPolicyLoss(_TargetLoss):
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Logprobs and advantages of the targets, and what the objective takes in addition."""
+        """Logprobs and advantages of the targets, and the further inputs of the objective."""
         clips = (CLIP_LOW, CLIP_HIGH) if self.objective in ("ppo", "cispo", "gspo") else ()
         return (SAMPLING_LOGPROBS, ADVANTAGES, *clips, *((RATIO_MASK,) if self.objective == "gspo" else ()))
 

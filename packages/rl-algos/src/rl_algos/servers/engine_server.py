@@ -77,7 +77,7 @@ class EngineServer(ABC):
 
     @property
     def _has_tied_head(self) -> bool:
-        """Whether the model, if its files are on this machine, has a head with the weights of the embedding."""
+        """True if the head has the weights of the embedding, by the model's files if they are on this machine."""
         return bool(local_hf_config(self._model).get("tie_word_embeddings"))
 
     @abstractmethod

@@ -228,7 +228,7 @@ class ServerGenerator:
         }
 
     async def close(self) -> None:
-        """Close the connections; requests in flight or waiting end with `GeneratorError`. The server goes on."""
+        """Close the connections; requests in flight or waiting end with `GeneratorError`. The server continues."""
         self._failure = self._failure or "the generator is closed"
         self._lifecycle.close()
         self._receiving.close()

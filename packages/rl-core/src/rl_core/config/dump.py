@@ -177,7 +177,7 @@ _Dumper.add_representer(str, _text)
 
 @dataclass(frozen=True)
 class RuledChange:
-    """A key whose values differ, and what a run may do with the new value."""
+    """A key whose values differ, and the use that a run may make of the new value."""
 
     change: Change
     rule: WhenChanged

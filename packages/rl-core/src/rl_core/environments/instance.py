@@ -36,8 +36,8 @@ class EnvironmentInstance:
         environment: `"package.module:Class"`, a class or function in a file of the user's, or several rewards.
         config: Its settings.
         requirement: Requirement of its processes.
-        runs_agents: Whether it runs agents instead of scoring responses.
-        brings_agent: Whether these are its own, rather than commands.
+        runs_agents: True if it runs agents instead of scoring responses.
+        brings_agent: True if these are its own, rather than commands.
     """
 
     name: str

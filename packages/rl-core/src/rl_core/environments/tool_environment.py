@@ -40,7 +40,7 @@ class MalformedCall(ValueError):
 
 
 class ServerFailed(Exception):
-    """Raised by a server of tools that cannot be used any more; the rollout fails, and the others go on."""
+    """Raised by a server of tools that cannot be used any more; the rollout fails, and the others continue."""
 
 
 class ToolSession(Protocol):
@@ -54,7 +54,7 @@ class ToolSession(Protocol):
         """
 
     async def close(self) -> None:
-        """End the session, and what was started for it."""
+        """End the session and everything that was started for it."""
 
 
 class ToolServer(Protocol):

@@ -42,7 +42,7 @@ KINDS = {
     ALGORITHMS: "algorithm",
     DATASETS: "dataset",
 }
-"""Groups of entry points, each with what its plugins are, in words."""
+"""Groups of entry points, each with a description of its plugins."""
 
 
 @dataclass(frozen=True)

@@ -301,7 +301,7 @@ class EnvironmentFailure:
     """A conversation's outcome, instead of a `StepResult`, if its environment raised, crashed or passed its deadline.
 
     An environment may also return one itself, for a conversation that it cannot answer: its rollout fails, and the
-    others of the call go on.
+    others of the call continue.
 
     Args:
         reason: Reason in one line, naming the environment; the rollout fails with it.
@@ -344,7 +344,7 @@ class SavingEnvironment(Environment, Protocol):
     def save(self, states: Sequence[Any]) -> Sequence[bytes | None]:
         """Return each state as bytes, in order; None for a state that cannot be saved at this turn.
 
-        Called after each step with the states of conversations that go on, which must not change.
+        Called after each step with the states of conversations that continue, which must not change.
         """
 
     def restore(self, saved: Sequence[bytes]) -> Sequence[Any]:

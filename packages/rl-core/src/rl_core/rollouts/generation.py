@@ -219,7 +219,7 @@ class Placement:
         node: Position of this node among the nodes of the replica. The first one has the generator itself.
         num_nodes: Number of nodes of the replica, with equal numbers of ranks.
         meeting: Address of the first node, and a port that is kept free there, if the replica is on several.
-        replica: Number of the replica among those of the run.
+        replica: Number of the replica among the run's.
     """
 
     device: str

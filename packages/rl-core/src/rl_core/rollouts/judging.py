@@ -1,4 +1,4 @@
-"""Judges: models that score what a policy wrote, what they are asked, and what they answer."""
+"""Judges: models that score a policy's responses, their questions and their answers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""An MCP server whose files are the facts of `calculations`: the name of each is that of a file with its number.
+"""An MCP server whose files are the facts of `calculations`: each is the name of a file that contains its number.
 
-The tool is that of `@modelcontextprotocol/server-filesystem`, so that a policy may call either.
+The tool is the same as in `@modelcontextprotocol/server-filesystem`, so that a policy may call either.
 """
 
 from mcp.server import MCPServer

@@ -31,7 +31,7 @@ class MCPToolsConfig(EnvironmentConfig):
     only: list[str] | None = None
     """Names of the tools to offer; all of them if unset."""
     is_shared: bool = False
-    """Whether the conversations of a process share one session, for a server that keeps nothing between calls."""
+    """True if the conversations of a process share one session, for a server that keeps nothing between calls."""
     timeout_s: float = Field(default=60.0, gt=0)
     """Timeout in seconds of a call, and of a start of the server."""
     answer_format: AnswerFormat = "auto"

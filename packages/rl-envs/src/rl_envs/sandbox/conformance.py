@@ -32,7 +32,7 @@ class EndingCheck:
     """A program, and how it must end.
 
     Args:
-        name: What is checked, in words.
+        name: Description of the check.
         program: The program.
         holds: Returns whether it has ended as it must.
         limits: Its limits.
@@ -199,7 +199,7 @@ CHECKS = (
 
 
 def differences(runner: Runner, checks: Sequence[EndingCheck] = CHECKS) -> Iterator[str]:
-    """Yield in words how programs end otherwise than they must: those of the checks, and several at one time."""
+    """Yield descriptions of wrong ends of programs: of each check, and of several programs at one time."""
     for check in checks:
         begin = time.monotonic()
         try:

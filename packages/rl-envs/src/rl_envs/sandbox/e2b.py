@@ -12,7 +12,7 @@ from rl_envs.sandbox.runner import SandboxUnavailable
 
 
 class E2B:
-    """Runs each program in a sandbox of E2B. `image` is a template, whose processors and memory are those of all.
+    """Runs each program in a sandbox of E2B. `image` is a template, which sets processors and memory for all.
 
     Raises:
         SandboxUnavailable: If the package or the key is missing.

@@ -37,10 +37,10 @@ class NeMoGymPlay:
 
     Args:
         server: The server.
-        takes_steps: Whether the server takes steps, instead of calls and a grading.
+        takes_steps: True if the server takes steps, instead of calls and a grading.
         cookies: Cookies of the session.
         items: Turns and results so far, as items of the Responses API.
-        closes: Whether the server asks for the end of the session.
+        closes: True if the server asks for the end of the session.
         start: First observation of the server, until the first turn has been answered.
     """
 
@@ -169,7 +169,7 @@ def _result(call: ToolCall, output: str) -> Message:
 
 
 def succeeded(answer: HTTPAnswer, path: str, server: EnvironmentServer) -> HTTPAnswer:
-    """Return an answer whose status is that of a success.
+    """Return an answer with the status of a success.
 
     Raises:
         ServerUnreachable: If the server is busy.

@@ -63,7 +63,7 @@ class Observed:
     Args:
         observation: Its fields.
         reward: Reward of the step.
-        done: Whether the episode is over.
+        done: True if the episode is over.
     """
 
     observation: Mapping[str, Any]
@@ -72,7 +72,7 @@ class Observed:
 
     @property
     def digest(self) -> str:
-        """Digest of what the policy reads by default, of the reward and of the end."""
+        """Digest of the text that the policy reads by default, of the reward and of the end."""
         content = [default_text(self.observation), self.reward, self.done]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
@@ -440,7 +440,7 @@ def load(settings: Mapping[str, Any], split: str) -> list[dict[str, Any]]:
         raise DataError(f"openenv has the splits train and validation, got {split!r}")
     resets = []
     for index in range(config.size):
-        # Both splits draw from all numbers of 31 bits, of which training has the even ones.
+        # Both splits draw from all numbers of 31 bits; training has the even ones.
         drawn = next(draws(f"{config.seed}/{split}/{index}")) % 2**30
         resets.append({"seed": 2 * drawn + (split == "validation"), **config.reset})
     shown = [""] * len(resets)

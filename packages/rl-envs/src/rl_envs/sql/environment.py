@@ -73,8 +73,8 @@ def are_equal(
     Args:
         rows: One result.
         expected: The other.
-        is_ordered: Whether the order of rows counts.
-        are_counted: Whether equal rows count each.
+        is_ordered: True if the order of rows counts.
+        are_counted: True if equal rows count each.
     """
     first, second = ([tuple(map(_comparable, row)) for row in result] for result in (rows, expected))
     if is_ordered:

@@ -34,7 +34,7 @@ def load(settings: Mapping[str, Any], split: str) -> list[dict[str, Any]]:
 
     rows = []
     for index in range(config.size):
-        # Both splits draw from all numbers of 31 bits, of which training has the even ones.
+        # Both splits draw from all numbers of 31 bits; training has the even ones.
         drawn = next(draws(f"{config.seed}/{split}/{index}")) % 2**30
         info: dict[str, Any] = {
             "id": config.id,

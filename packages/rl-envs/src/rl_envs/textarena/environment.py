@@ -144,7 +144,7 @@ class Match:
 
     @contextmanager
     def _playing(self) -> Iterator[None]:
-        """Enter a context in which the random numbers that everyone shares are those of this game."""
+        """Enter a context where the shared random numbers come from this game."""
         outside = random.getstate(), np.random.get_state()
         if self._random is None:
             random.seed(self._seed)

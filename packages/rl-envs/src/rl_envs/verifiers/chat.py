@@ -26,7 +26,7 @@ class ChatHarness(NullHarness):
     """Verifiers' `null` without a Python of its own."""
 
     async def setup(self, runtime: Any) -> None:
-        """Do nothing: the packages of the program are those of verifiers."""
+        """Do nothing: the program uses the packages of verifiers."""
 
     async def launch(self, ctx: Any, trace: Any, runtime: Any, *args: Any, **kwargs: Any) -> ProgramResult:
         """Run the program here."""

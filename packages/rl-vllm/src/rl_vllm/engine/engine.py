@@ -28,7 +28,7 @@ from rl_vllm.engine.image_inputs import ImageInputs
 from rl_vllm.patches.continued_text import continue_texts
 
 FIRST_NAMED = 2**30
-"""Number in vLLM of the first adapter that a request names; those of weight versions have smaller ones."""
+"""Number in vLLM of the first adapter that a request names; adapters of weight versions have smaller numbers."""
 
 EnginePrompt = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
 """vLLM's prompt of a request, or a function that makes it, which takes too long for the event loop."""

@@ -16,7 +16,7 @@ MAX_BLOCKS = 2**17
 
 SLACK = 16
 """Number of requests that an engine with the beginning of a prompt may have more than the others, in addition to
-`SHARE` of theirs."""
+`SHARE` of their number."""
 
 SHARE = 0.25
 """Share of the requests of the least busy engine that an engine with the beginning of a prompt may have more."""

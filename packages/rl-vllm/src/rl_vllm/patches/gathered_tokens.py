@@ -18,7 +18,7 @@ from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicat
 
 
 def exchange_tokens_on_cpu() -> None:
-    """Let engines on CPU gather rows, and add them up, of which each engine has another number."""
+    """Let engines on CPU gather and add up rows, also if their numbers of rows differ."""
     CpuCommunicator.all_gatherv = _all_gatherv
     CpuCommunicator.reduce_scatterv = _reduce_scatterv
 

@@ -87,7 +87,7 @@ class UserPool(Protocol):
 class LiveSource(PacedRolloutSource):
     """Rolls out places of users' conversations. Those that cannot train are set aside, and others take their part.
 
-    The arguments are those of `PacedRolloutSource`; its pool also has the methods of `UserPool`.
+    It takes the arguments of `PacedRolloutSource`; its pool also has the methods of `UserPool`.
     """
 
     _tried: int | None = None

@@ -48,7 +48,7 @@ class ModelScores:
 
     Attributes:
         names: Their names.
-        error: What a model raised; None if it raised nothing.
+        error: Exception of a model; None if it raised none.
     """
 
     give_scores = True
@@ -130,7 +130,7 @@ class ScoringFunctions:
         """Return the rewards of the rollouts of each group by name; none for those that no function scores.
 
         Raises:
-            Exception: What a model raised.
+            Exception: The exception of a model.
         """
         conversations: dict[str, dict[tuple[int, int], Conversation]] = {}
         for number, group in enumerate(groups):

@@ -60,7 +60,7 @@ class CompactionReport:
 def recent_turns(
     turns: Sequence[Message], max_tokens: int, num_tokens: Callable[[Sequence[Message]], int]
 ) -> Sequence[Message]:
-    """Return the newest turns of a conversation that have at most so many tokens, at least the last turn of the policy.
+    """Return the newest turns of a conversation within a number of tokens, at least the last turn of the policy.
 
     Args:
         turns: Messages after the first request; the last is the newest turn of the policy.

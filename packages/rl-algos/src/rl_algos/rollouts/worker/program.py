@@ -35,10 +35,10 @@ class MultiTurnProgram:
         max_turns: Maximum number of completions of an agent.
         max_tokens: Maximum number of tokens of the whole rollout, or of each segment of one that is split.
         split: Render the whole conversation for every turn, and begin a segment where the chat template rewrites
-            earlier turns; otherwise go on from the tokens as they are.
+            earlier turns; otherwise continue from the tokens as they are.
         first_agent: Name of the agent that takes the first turn, if that agent is an opponent: the environment gives
             it only in its answer.
-        structured_output: What happens if a row asks for a form of the turns, by its field `response_format`.
+        structured_output: Treatment of rows that ask for a form of the turns, by its field `response_format`.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class CompactionProgram:
         request: Text that asks for a summary.
         split: Render the whole conversation for every turn.
         first_agent: See `MultiTurnProgram`.
-        structured_output: What happens if a row asks for a form of the turns; summaries are free.
+        structured_output: Treatment of rows that ask for a form of the turns; summaries are free.
 
     Raises:
         ValueError: If a number of tokens is not above 0, or the request is empty.

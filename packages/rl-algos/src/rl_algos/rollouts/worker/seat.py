@@ -29,10 +29,10 @@ class SeatLimits(NamedTuple):
         max_turns: Maximum number of completions.
         max_tokens: Maximum number of tokens of the rollout, or of each segment of one that is split.
         split: Render the whole conversation for every turn, and begin a segment where the chat template rewrites
-            earlier turns; otherwise go on from the tokens as they are.
+            earlier turns; otherwise continue from the tokens as they are.
         compaction: Summaries in the place of the history; None to keep it. They begin segments, to each of which
             `max_tokens` then applies.
-        structured_output: What happens if the prompt asks for a form of the turns (`RESPONSE_FORMAT`).
+        structured_output: Treatment of a prompt that asks for a form of the turns (`RESPONSE_FORMAT`).
     """
 
     max_turns: int

@@ -36,7 +36,7 @@ class ScriptedEngineServer:
         headers: Headers of the last request.
         num_requests: Number of requests so far.
         eos_token_id: Token at which the model's own completions end.
-        settings: What it reports about its start, in addition to the honest settings.
+        settings: Settings that it reports about its start, in addition to the honest settings.
     """
 
     def __init__(self, protocol: str, folder: Path, port: int = 0) -> None:

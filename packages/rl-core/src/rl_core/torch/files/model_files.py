@@ -383,7 +383,7 @@ def untie_apart(
         group: All ranks; each compares its share of the rows.
 
     Returns:
-        Whether it was set, so that the model is to be built again.
+        True if it was set, so that the model must be built again.
     """
     stored = [pair for pair in pairs if files.names.issuperset(pair)]
     if not stored:

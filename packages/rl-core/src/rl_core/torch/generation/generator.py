@@ -81,7 +81,7 @@ class LocalGenerator(Generic[Model]):
             GeneratorError: If the engine is dead, asleep or has no whole weights.
             RequestRefused: If the prompt is empty, has tokens outside the vocabulary or leaves no room for a token.
         """
-        while not self._serving.is_set():  # a pause may follow before one that was woken goes on
+        while not self._serving.is_set():  # A pause may follow before a request that was woken continues.
             await self._serving.wait()
         self._check_ready(PARTS)
         refuse_adapter(request)

@@ -132,7 +132,7 @@ class HeldTokens(NamedTuple):
     def join(self, values: Tensor, tokens: Tensor, num_tokens: int, group: dist.ProcessGroup | None) -> Tensor:
         """Return `[num_tokens, *inner]`, as `join_tokens` does, with the results of shared tokens in all their rows.
 
-        The gradient of such a token is the sum of those of its rows.
+        The gradient of such a token is the sum of its rows' gradients.
         """
         joined = join_tokens(values, tokens, num_tokens, group)
         return joined if self.originals is None else joined[self.originals]

@@ -149,7 +149,7 @@ class _VocabParallelReads(torch.autograd.Function):
 
 
 def _whole(logits: Tensor, shard: VocabShard) -> Tensor:
-    """Return the logits `[n, vocab]` of the whole vocabulary, from those of each rank; collective.
+    """Return the logits `[n, vocab]` of the whole vocabulary, gathered from all ranks; collective.
 
     Sums over parts of the vocabulary would be added in another order than the sum over all of it.
     """

@@ -14,7 +14,7 @@ LARGEST_SIZE = 16_384
 """Largest number of features that one program holds."""
 
 LARGEST_COLLECTED = 8192
-"""Largest number of features of which a program also collects the gradient by the weight; of more it is computed apart,
+"""Largest number of features for which a program also collects the weight's gradient; for more it is computed apart,
 by a second read."""
 
 TILE, BACKWARD_TILE = 4096, 1024

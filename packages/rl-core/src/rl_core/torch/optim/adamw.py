@@ -76,7 +76,7 @@ class LeanAdamW(Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the state in the dtypes that it was saved in, which torch would change to those of the parameters."""
+        """Load the state in the dtypes that it was saved in, which torch would change to the parameters' dtypes."""
         saved = {number: dict(state) for number, state in state_dict["state"].items()}
         super().load_state_dict(dict(state_dict))
         numbers = (number for group in state_dict["param_groups"] for number in group["params"])
@@ -242,7 +242,7 @@ def codes(signed: bool, device: torch.device) -> Tensor:
 
 
 def sharded_like(parameter: Tensor, local: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return a tensor of another shape whose parts are on the same ranks as those of a parameter.
+    """Return a tensor of another shape whose parts are on the same ranks as a parameter's parts.
 
     Args:
         parameter: Parameter, or a DTensor.

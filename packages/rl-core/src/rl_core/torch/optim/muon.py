@@ -207,7 +207,7 @@ class MatrixExchange:
         self._waves = [waves[number] for number in sorted(waves)]
 
     def apply(self, held: Sequence[MatrixPiece], function: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
-        """Replace the values of pieces by those of a function of the whole matrices; collective.
+        """Replace the values of pieces by a function of the whole matrices; collective.
 
         Args:
             held: Pieces that this rank holds.

@@ -130,9 +130,9 @@ class Pass:
         temperature: Divides logits.
         on_reads: Returns what is kept of a microbatch or, in a backward pass, its share of the loss, a scalar.
         num_tokens: Number of tokens of this rank's rows, in all microbatches.
-        compares: Whether the results are compared with logprobs of another pass, so that the model's own dropout would
+        compares: True if the results are compared with logprobs of another pass, so that the model's own dropout would
             move their ratio away from 1.
-        adds: Whether the gradient is added to that of an earlier pass before a step.
+        adds: True if the gradient is added to an earlier pass's gradient before a step.
         loss_scale: Factor that shares of the loss have already, and that losses of the model's own have to be given.
     """
 
@@ -341,7 +341,7 @@ class RankAdapters(Protocol):
 
     @property
     def settings(self) -> Mapping[int, AdapterSettings]:
-        """Settings of the adapters that were made or restored, by their places; the others have those of the config."""
+        """Settings of the adapters that were made or restored, by place; the others have the config's settings."""
 
     def describe(self, settings: Mapping[int, AdapterSettings]) -> None:
         """Give the adapters these settings, by place, without a change of their factors."""
@@ -359,7 +359,7 @@ class RankAdapters(Protocol):
         Args:
             place: Place of the adapter.
             path: Folder of the files.
-            settings: Settings of the adapter; None for those of the config.
+            settings: Settings of the adapter; None for the config's.
             with_optimizer: False for an empty optimizer state.
         """
 

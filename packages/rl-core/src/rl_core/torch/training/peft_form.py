@@ -104,8 +104,8 @@ class AdapterExport:
 
         Args:
             path: The folder.
-            factors: Factors of one of several adapters; those of `weights` if None.
-            settings: Its rank and alpha; those of the config if None.
+            factors: Factors of one of several adapters; the factors of `weights` if None.
+            settings: Its rank and alpha; the config's if None.
         """
         if not self._is_checked:
             self.check()

@@ -122,7 +122,7 @@ def send_weights(
 class _OwnPart:
     """This rank's own part of a transfer, such as the hop to its receivers.
 
-    If it fails, the rank goes on with the work of all ranks, because the others would wait for it. They learn of the
+    If it fails, the rank continues with the work of all ranks, because the others would wait for it. They learn of the
     failure when all agree, in `check`.
     """
 

@@ -139,7 +139,7 @@ class ApartLink:
         """Do nothing: the next bucket is written in the same stream."""
 
     def finish(self, digests: Sequence[str] = ()) -> str:
-        """Compare what arrived with what was sent; returns the digest of everything that this rank received.
+        """Compare the received with the sent values; return the digest of everything that this rank received.
 
         Args:
             digests: Digests of whole buckets, which nobody sent.
@@ -177,7 +177,7 @@ class ApartLink:
         """Report to the leader, and return its answer.
 
         Args:
-            own: What this rank reports.
+            own: Report of this rank.
             phase: Phase, for errors.
             answer: Returns the leader's answer to each rank, from the reports of all.
         """

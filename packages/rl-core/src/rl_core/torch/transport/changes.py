@@ -142,7 +142,7 @@ class KeptBytes:
         self.base = 0
 
     def begin(self, of: object, version: str) -> None:
-        """Begin a transfer; what was kept of other buckets or messages is of no use to it.
+        """Begin a transfer; values kept of other buckets or messages are dropped.
 
         Args:
             of: All that will be kept.

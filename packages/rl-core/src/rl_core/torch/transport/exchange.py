@@ -383,7 +383,7 @@ class Exchange:
         return _by_rank([peer for peer, _, _ in self._received], [digest for _, digest, _ in self._received])
 
     def compare(self, told: Mapping[int, Sequence[int]]) -> None:
-        """Compare the digests of what arrived with those of what was sent.
+        """Compare the digests of the received and the sent parts.
 
         Args:
             told: Digests of the messages for this rank, in their order, by the rank that sent them.

@@ -252,7 +252,7 @@ def find_sender(
         address: Its address.
         transport: Transfer settings.
         rank: Rank of this process among those that connect.
-        who: Its name in errors; that of a receiver unless given.
+        who: Its name in errors; a receiver's name unless given.
 
     Raises:
         WeightSyncError: If no sender answers in time, or what listens at the address is not the sender.
