@@ -120,9 +120,10 @@ def memory_of(
     split = sizes.tp * sizes.fsdp
 
     def sharded(counted: ModelSize) -> float:
-        return (counted.dense_of_stage(sizes.pp) + counted.experts / sizes.pp) / split
+        return counted.dense_of_rank(sizes.pp, sizes.tp) / sizes.fsdp + counted.experts / (sizes.pp * split)
 
-    trains, matrices = sharded(trained), (trained.layers + trained.experts) / (sizes.pp * split)
+    trains = sharded(trained)
+    matrices = (trained.layers + trained.experts) / (sizes.pp * split) + trained.vision / sizes.fsdp
     each = state_bytes(model.optimizer.name, model.optimizer.kwargs)
     state = matrices * each.matrices + (trains - matrices) * each.others
     weights = trains * WIDE_BYTES + (sharded(size) - trains) * ITEM_BYTES[model.precision]
@@ -155,6 +156,7 @@ def layout_of(model: ModelConfig, backend: DTensorConfig, ranks: int, device: De
         is_fused=backend.fused_kernels and device.runs_on_gpus,
         recompute="none" if recompute == "auto" and not device.runs_on_gpus else recompute,
         offloads=backend.cpu_offload,
+        recomputes_tower=True,
     )
 
 

@@ -64,11 +64,7 @@ def memory_of(
     split = backend.expert_model_parallel_size * (backend.expert_tensor_parallel_size or tensor)
     copies, expert_copies = max(1, ranks // (stages * tensor)), max(1, ranks // (stages * split))
     (layers, ends, experts), (trained_layers, trained_ends, trained_experts) = (
-        (
-            each.layers / (stages * tensor),
-            (each.dense_of_stage(stages) - each.layers / stages) / tensor,
-            each.experts / (stages * split),
-        )
+        (each.layers / (stages * tensor), each.ends_of_rank(stages, tensor), each.experts / (stages * split))
         for each in (size, trained)
     )
     parts = [

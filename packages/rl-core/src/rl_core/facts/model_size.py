@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from rl_core.facts.hf_config import num_experts_of
@@ -18,6 +18,7 @@ _NORMS = (
     "self_attn.q_norm.weight", "self_attn.k_norm.weight", "input_layernorm.weight", "post_attention_layernorm.weight"
 )  # fmt: skip
 _IN_NAME = re.compile(r"(?<![A-Za-z0-9.])(\d+(?:\.\d+)?)([BM])(?:-A(\d+(?:\.\d+)?)B)?(?![A-Za-z0-9])", re.IGNORECASE)
+_LANGUAGE = re.compile(r"^model\.")
 _UNITS = {"B": 10**9, "M": 10**6}
 
 
@@ -44,17 +45,20 @@ class ModelSize:
         experts: Parameters in experts.
         embedding: Parameters of the embedding.
         head: Parameters of the head; 0 if it is tied to the embedding.
+        vision: Parameters of the vision tower and the projector, which the first pipeline stage has and tensor-parallel
+            ranks do not split.
     """
 
     layers: float
     experts: float = 0
     embedding: float = 0
     head: float = 0
+    vision: float = 0
 
     @classmethod
     def of(cls, tensors: Iterable[ModelTensor]) -> ModelSize:
         """Add up the tensors of a model."""
-        counts = dict.fromkeys(("layers", "experts", "embedding", "head"), 0)
+        counts = dict.fromkeys(("layers", "experts", "embedding", "head", "vision"), 0)
         for tensor in tensors:
             counts[tensor.part] += tensor.size
         return cls(**counts)
@@ -62,12 +66,17 @@ class ModelSize:
     @property
     def count(self) -> float:
         """All parameters."""
-        return self.layers + self.experts + self.embedding + self.head
+        return self.layers + self.experts + self.embedding + self.head + self.vision
 
-    def dense_of_stage(self, stages: int) -> float:
-        """Return the parameters outside of experts on the largest of several pipeline stages."""
-        ends = self.embedding + self.head if stages == 1 else max(self.embedding, self.head)
-        return self.layers / stages + ends
+    def dense_of_rank(self, stages: int, tensor: int) -> float:
+        """Return the parameters outside of experts on a rank of the largest of several pipeline stages, whose
+        tensor-parallel ranks split everything except the vision tower."""
+        return self.layers / (stages * tensor) + self.ends_of_rank(stages, tensor)
+
+    def ends_of_rank(self, stages: int, tensor: int) -> float:
+        """Return those of them that are outside of layers."""
+        first, last = self.embedding / tensor + self.vision, self.head / tensor
+        return first + last if stages == 1 else max(first, last)
 
 
 @dataclass(frozen=True)
@@ -104,7 +113,9 @@ def size_of_fields(fields: Mapping[str, Any]) -> ModelSize | None:
     return None if tensors is None else ModelSize.of(tensors)
 
 
-def trained_size(model: TrainedPatterns, fields: Mapping[str, Any], size: ModelSize) -> ModelSize:
+def trained_size(
+    model: TrainedPatterns, fields: Mapping[str, Any], size: ModelSize, vision: Sequence[ModelTensor] = ()
+) -> ModelSize:
     """Return the numbers of the parameters that train by `freeze` and `train_only`, as far as a process without the
     model can know: all of them if a pattern does not match the names of the usual decoders in transformers.
 
@@ -112,13 +123,17 @@ def trained_size(model: TrainedPatterns, fields: Mapping[str, Any], size: ModelS
         model: Config section of the model.
         fields: Fields of the language model's Hugging Face config.
         size: All parameters of the model.
+        vision: Tensors of its vision tower and projector that train if no pattern excludes them.
     """
-    tensors = _tensors(fields)
-    if tensors is None or not (model.freeze or model.train_only):
-        return size
+    whole = replace(size, vision=sum(tensor.size for tensor in vision))
+    if not (model.freeze or model.train_only) or (tensors := _tensors(fields)) is None:
+        return whole
+    if vision:
+        tensors = [each._replace(name=_LANGUAGE.sub("model.language_model.", each.name)) for each in tensors]
+    tensors = [*tensors, *vision]
     names = [tensor.name for tensor in tensors]
     if unmatched([*model.freeze, *model.train_only], names):
-        return size
+        return whole
     trained = set(trained_names(model, names))
     return ModelSize.of(tensor for tensor in tensors if tensor.name in trained)
 

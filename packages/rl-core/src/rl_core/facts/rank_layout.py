@@ -27,6 +27,8 @@ class RankLayout:
         recomputed: Parts of a layer that selective recomputation computes again, of which those count that the layer
             has, or else its MLP; empty if it computes everything again except products and attention.
         expert_tensor: Ranks that share the matrices of an expert; None for `tensor`.
+        recomputes_tower: True if the layers of a vision tower keep only their inputs as soon as any layer is
+            recomputed; otherwise they never are.
     """
 
     tensor: int = 1
@@ -44,6 +46,7 @@ class RankLayout:
     offloads: bool = False
     recomputed: tuple[str, ...] = ()
     expert_tensor: int | None = None
+    recomputes_tower: bool = False
 
     @property
     def expert_ranks(self) -> int:

@@ -248,7 +248,7 @@ def units_of(
         embedding,
         end,
         wide,
-        list(_vision_layers(hf, body_of(hf))) if is_composite(hf) else (),
+        list(vision_layers(hf, body_of(hf))) if is_composite(hf) else (),
     )
 
 
@@ -258,7 +258,7 @@ def _is_apart(module: nn.Module, uses: Counter[int]) -> bool:
     return bool(own) and max(own) == 1
 
 
-def _vision_layers(module: nn.Module, language: nn.Module) -> Iterator[nn.Module]:
+def vision_layers(module: nn.Module, language: nn.Module) -> Iterator[nn.Module]:
     """Yield the repeated layers of the vision tower, outside of the language model."""
     for child in module.children():
         if child is language:
@@ -266,4 +266,4 @@ def _vision_layers(module: nn.Module, language: nn.Module) -> Iterator[nn.Module
         if isinstance(child, GradientCheckpointingLayer):
             yield child
         else:
-            yield from _vision_layers(child, language)
+            yield from vision_layers(child, language)

@@ -17,7 +17,7 @@ from rl_launch.cluster.device import AUTO
 from rl_launch.model_files.model_facts import hf_fields
 from rl_launch.placement.topology import Topology
 from rl_launch.planning.accelerators import Accelerator
-from rl_launch.planning.plan import Plan, num_checkpoints, plan_run
+from rl_launch.planning.plan import Plan, num_checkpoints, plan_run, vision_of
 from rl_launch.recipes import source_name
 from rl_launch.run_config.plan import RunPlan
 from rl_launch.run_config.reading import read_plan
@@ -177,8 +177,12 @@ def _models(plan: RunPlan, topology: Topology) -> Iterator[ModelNeeds]:
         if size is None or model.plugin.memory is None:
             yield needs
             continue
+        vision = vision_of(model.config)
+        if vision is not None:
+            size = replace(size, vision=vision.parameters())
+        training = () if vision is None else vision.training(model.config.vision)
         trains_weights = model.spec.trains and not model.config.lora_cfg.enabled
-        trained = trained_size(model.config, fields, size) if trains_weights else ModelSize(0)
+        trained = trained_size(model.config, fields, size, training) if trains_weights else ModelSize(0)
         memory = model.plugin.memory(model.config, model.backend, size, needs.ranks, trained=trained)
         each = _MERGED_BYTES if model.config.lora_cfg.enabled else _CHECKPOINT_BYTES
         basis = f"{size.count / 10**9:.1f}B parameters by {source}"

@@ -15,7 +15,7 @@ from rl_core.config import Problem
 from rl_core.errors import ConfigError
 from rl_core.facts.hf_config import custom_code, num_positions, other_task, unread_quantisation
 from rl_core.facts.model_code import code_digest, code_files, code_problem
-from rl_core.model_config import ModelConfig, local_hf_config
+from rl_core.model_config import ModelConfig, local_hf_config, local_whole_config
 from rl_launch.model_files.weight_files import shapes_in
 
 _QUANTISED_PARTS = {
@@ -122,6 +122,12 @@ def hf_fields(model: ModelConfig) -> dict[str, Any]:
     """Return the fields of the language model's config, with overrides, from a folder or the hub's cache; empty if it
     is not on this machine."""
     return local_hf_config(model.model_copy(update={"model_name": _folder(model.model_name)}))
+
+
+def whole_fields(model: ModelConfig) -> dict[str, Any]:
+    """Return the fields of the whole config of a model, without overrides, from a folder or the hub's cache; empty if
+    it is not on this machine."""
+    return local_whole_config(model.model_copy(update={"model_name": _folder(model.model_name)}))
 
 
 def longest_of(name: str) -> int | None:

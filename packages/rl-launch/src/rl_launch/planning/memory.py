@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from rl_core.devices import Device
 from rl_core.facts.model_size import WIDE_BYTES, ModelSize, RankMemory
 from rl_core.facts.rank_layout import EngineLayout, RankLayout
-from rl_core.model_config import ModelConfig
+from rl_core.facts.vision_size import VisionSize
+from rl_core.model_config import ModelConfig, VisionConfig
 from rl_core.weights import ITEM_BYTES
 from rl_launch.planning.accelerators import Accelerator
 from rl_launch.planning.shapes import Shape
@@ -34,6 +35,8 @@ ASLEEP = 4 * GIB
 ENGINE_PASS = 2 * GIB
 """Bytes of the largest pass of an engine, and of its graphs."""
 CONTEXTS, GAPS_BETWEEN, ENGINE_WEIGHTS = "contexts and communicators", "gaps between tensors", "engine's weights"
+IMAGES = "images"
+"""Pixels and features of images, and what their tower keeps if it trains."""
 OF_OTHERS = (CONTEXTS, GAPS_BETWEEN, ENGINE_WEIGHTS)
 """Parts of a device that are not tensors of the process that computes."""
 PENDING_PARTS = 2
@@ -154,7 +157,7 @@ def logit_bytes(shape: Shape, layout: RankLayout, model: ModelConfig) -> float:
 def whole_parameters(size: ModelSize, layout: RankLayout) -> float:
     """Return the parameters of a rank's layers and ends before they are sharded."""
     experts = size.experts / (layout.pipeline * layout.expert_ranks)
-    return size.dense_of_stage(layout.pipeline) / layout.tensor + experts
+    return size.dense_of_rank(layout.pipeline, layout.tensor) + experts
 
 
 def _whole_layer(size: ModelSize, shape: Shape, layout: RankLayout) -> float:
@@ -178,7 +181,7 @@ def gathered_bytes(size: ModelSize, shape: Shape, layout: RankLayout, itemsize: 
         return 0.0
     layer = _whole_layer(size, shape, layout) * layers_of_unit(size, shape, layout, itemsize)
     ahead = 2
-    ends = (size.dense_of_stage(layout.pipeline) - size.layers / layout.pipeline) / layout.tensor
+    ends = size.ends_of_rank(layout.pipeline, layout.tensor)
     grads = (itemsize + WIDE_BYTES) * trained.count / size.count
     return layer * ((1 + ahead) * itemsize + 2 * grads) + ends * (itemsize + grads)
 
@@ -195,6 +198,7 @@ class TrainingRank:
         layout: Ranks that share it.
         memory: Bytes of weights, gradients and optimizer state.
         repeated: Those of `trained` that are copies on tensor-parallel ranks, which a checkpoint has once.
+        vision: Its vision tower and projector; None without images.
     """
 
     model: ModelConfig
@@ -204,6 +208,7 @@ class TrainingRank:
     layout: RankLayout
     memory: RankMemory
     repeated: float = 0.0
+    vision: VisionSize | None = None
 
     @property
     def state(self) -> dict[str, float]:
@@ -245,7 +250,7 @@ class TrainingRank:
         if self.shape is None:
             return parts
         itemsize = ITEM_BYTES[self.model.precision]
-        gathered = gathered_bytes(self.size, self.shape, self.layout, itemsize, trained=self.trained)
+        gathered = self._gathered(self.trained)
         if gathered:
             parts["gathered layers"] = gathered
         if self.layout.offloads:
@@ -256,6 +261,27 @@ class TrainingRank:
             parts["whole gradients"] = whole
         parts["logits"] = logit_bytes(self.shape, self.layout, self.model)
         return parts
+
+    def _gathered(self, trained: ModelSize) -> float:
+        """Return the bytes of gathered layers and of their gradients; layers of a vision tower are smaller."""
+        assert self.shape is not None
+        size = replace(self.size, vision=0 if self.vision is None else self.vision.outside)
+        return gathered_bytes(size, self.shape, self.layout, ITEM_BYTES[self.model.precision], trained=trained)
+
+    def _image_tokens(self, *, training: bool) -> float:
+        """Return the maximum number of image tokens of a microbatch, whose images every context-parallel rank
+        computes."""
+        assert self.vision is not None
+        return self.vision.tokens(self.model, microbatch_tokens(self.model, training=training))
+
+    def images(self, recomputed: Recomputed) -> float:
+        """Return the bytes that the images of a training step keep."""
+        if self.vision is None:
+            return 0.0
+        again = self.layout.recomputes_tower and bool(recomputed.full + recomputed.selective)
+        tokens, itemsize = self._image_tokens(training=True), ITEM_BYTES[self.model.precision]
+        kept = self.vision.kept(self.model.vision, tokens, itemsize, recomputed=again)
+        return held_passes(self.layout) * kept
 
     def plans(self) -> list[Recomputed]:
         """Return the plans that the settings allow, from the one that recomputes least."""
@@ -280,13 +306,19 @@ class TrainingRank:
         parts = self.besides_activations(capacity)
         if self.shape is None:
             return parts, None
-        chosen, size = None, 0.0
+        chosen, size, images = None, 0.0, 0.0
         for chosen in self.plans():
             tokens = self.microbatch(training=True)
             size = activation_bytes(self.shape, self.layout, self.model, chosen, tokens=tokens)
-            if room is None or sum(parts.values()) + size <= room:
+            images = self.images(chosen)
+            if room is None or sum(parts.values()) + size + images <= room:
                 break
         parts["activations"] = size
+        if self.vision is not None:
+            parts[IMAGES] = images
+            # A layer of the tower is over before layers of the language model keep anything.
+            tower = self.vision.layer(self._image_tokens(training=True), ITEM_BYTES[self.model.precision])
+            parts["activations"] = max(size, tower)
         return parts, chosen
 
     def forward(self) -> dict[str, float]:
@@ -295,11 +327,15 @@ class TrainingRank:
         if self.shape is None:
             return parts
         itemsize = ITEM_BYTES[self.model.precision]
-        gathered = gathered_bytes(self.size, self.shape, self.layout, itemsize, trained=ModelSize(0))
+        gathered = self._gathered(ModelSize(0))
         if gathered:
             parts["gathered layers"] = gathered
         layer = self.shape.kept(self.layout, itemsize, has_experts=bool(self.shape.experts))
         parts["activations"] = self.microbatch(training=False) * layer.none
+        if self.vision is not None:
+            tokens = self._image_tokens(training=False)
+            parts[IMAGES] = self.vision.kept(VisionConfig(), tokens, itemsize, recomputed=False)
+            parts["activations"] = max(parts["activations"], self.vision.layer(tokens, itemsize))
         parts["logits"] = logit_bytes(self.shape, self.layout, self.model)
         return parts
 
@@ -331,7 +367,8 @@ class EngineRank:
     def weights(self) -> float:
         """Bytes of the weights of a rank."""
         layout = self.layout
-        dense = self.size.dense_of_stage(layout.pipeline) / layout.tensor
+        dense = self.size.layers / (layout.pipeline * layout.tensor)
+        dense += self.size.ends_of_rank(layout.pipeline, 1) / layout.tensor
         experts = self.size.experts / (layout.pipeline * layout.tensor * layout.engines)
         return (dense + experts) * layout.weight_bytes
 

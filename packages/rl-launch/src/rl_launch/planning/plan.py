@@ -9,15 +9,18 @@ from functools import lru_cache
 from typing import Any
 
 from rl_core.devices import CPU, CUDA, Device, device_named
+from rl_core.facts.hf_config import language_fields
 from rl_core.facts.model_size import WIDE_BYTES, ModelSize, size_of_name, trained_size
 from rl_core.facts.optimizer_arguments import state_bytes
 from rl_core.facts.rank_layout import EngineLayout, RankLayout
+from rl_core.facts.vision_size import VisionSize
 from rl_core.model import HEADLESS_ROLES
+from rl_core.model_config import ModelConfig
 from rl_core.weights import ITEM_BYTES
 from rl_launch.backends import ModelBackend
 from rl_launch.cluster.device import AUTO
 from rl_launch.cluster.machine import local_gpus
-from rl_launch.model_files.model_facts import hf_fields
+from rl_launch.model_files.model_facts import hf_fields, whole_fields
 from rl_launch.placement.topology import GENERATION, Topology
 from rl_launch.planning.accelerators import (
     CPU_NAME,
@@ -295,8 +298,15 @@ def fields_of(model: Any) -> tuple[dict[str, Any], str]:
         return fields, "config.json"
     published = published_fields(model.model_name)
     if published:
-        return {**published, **model.hf_config_overrides}, "its published shape"
+        return {**language_fields(published), **model.hf_config_overrides}, "its published shape"
     return {}, ""
+
+
+def vision_of(model: ModelConfig) -> VisionSize | None:
+    """Return the vision tower and the projector of a model; None if it sees no images or they are not known."""
+    if not model.vision.enabled:
+        return None
+    return VisionSize.of(whole_fields(model) or published_fields(model.model_name))
 
 
 @lru_cache(maxsize=16)
@@ -332,6 +342,9 @@ def _role(role: str, model: ModelBackend, topology: Topology, device: Device, ac
         source, size = "its name", size_of_name(config.model_name)
     if size is None or model.plugin.memory is None:
         return found
+    vision = vision_of(config)
+    if vision is not None:
+        size = replace(size, vision=vision.parameters())
     whole = size
     layout = RankLayout(data=own.count)
     if model.plugin.layout is not None:
@@ -340,13 +353,16 @@ def _role(role: str, model: ModelBackend, topology: Topology, device: Device, ac
         size = replace(size, head=0)
     trained, repeated = ModelSize(0), 0.0
     if model.spec.trains:
-        trained = trained_size(config, fields, size)
+        trained = trained_size(config, fields, size, () if vision is None else vision.training(config.vision))
         if config.lora_cfg.enabled:
-            trained = ModelSize(adapter_parameters(fields, config.lora_cfg, layout.tensor) if fields else 0)
+            seeing = 0 if vision is None else vision.adapters(config.vision, config.lora_cfg)
+            trained = ModelSize(
+                adapter_parameters(fields, config.lora_cfg, layout.tensor) if fields else 0, vision=seeing
+            )
             repeated = trained.layers - (adapter_parameters(fields, config.lora_cfg) if fields else 0)
-            size = replace(size, layers=size.layers + trained.layers)
+            size = replace(size, layers=size.layers + trained.layers, vision=size.vision + seeing)
     memory = model.plugin.memory(config, model.backend, size, own.count, trained=trained)
-    rank = TrainingRank(config, shape, size, trained, layout, memory, repeated)
+    rank = TrainingRank(config, shape, size, trained, layout, memory, repeated, vision)
     recomputed = None
     if trained.count:
         room = None if accelerator.memory is None else _room(topology, role, accelerator.memory)
@@ -436,6 +452,9 @@ def _engine(plan: RunPlan, topology: Topology, device: Device) -> EngineRank | N
     size = shape.size if shape is not None else size_of_name(generation.model.model_name)
     if size is None:
         return None
+    vision = vision_of(generation.model)
+    if vision is not None:
+        size = replace(size, vision=vision.parameters())
     is_shared = topology.takes_turns(GENERATION)
     layout = EngineLayout(tensor=topology.replica_ranks)
     if generation.plugin.engine_layout is not None:
@@ -464,7 +483,7 @@ def _host_bytes(roles: list[RolePlan], topology: Topology, device: Device, *, sa
 def checkpoint_bytes(rank: TrainingRank) -> float:
     """Return the bytes of a checkpoint: float32 weights and optimizer state of what trains, and Hugging Face files."""
     trained, each = rank.trained, state_bytes(rank.model.optimizer.name, rank.model.optimizer.kwargs)
-    matrices = trained.layers + trained.experts - rank.repeated
+    matrices = trained.layers + trained.experts + trained.vision - rank.repeated
     others, count = trained.embedding + trained.head, rank.size.count - rank.repeated
     state = matrices * each.matrices + others * each.others
     return WIDE_BYTES * (matrices + others) + state + count * ITEM_BYTES[rank.model.precision]

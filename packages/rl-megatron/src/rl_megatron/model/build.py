@@ -96,7 +96,7 @@ def build_model(
         transformer_config, hf, backend, dtype=getattr(torch, config.precision), is_cuda=is_cuda, has_te=has_te
     )
     recompute, memory = recompute_fields(
-        config, backend, hf, configured(), mesh=mesh, has_te=has_te, trains=spec.trains
+        config, backend, hf, configured(), mesh=mesh, has_te=has_te, trains=spec.trains, whole=whole
     )
     megatron = configured(recompute=recompute)
     budgets: tuple[int, ...] = ()

@@ -8,7 +8,7 @@ recompute parts of themselves. They are built so that they can, and stop doing s
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from rl_core.facts.model_size import ModelSize, size_of_fields, trained_size
+from rl_core.facts.vision_size import VisionSize
 from rl_core.model_config import ModelConfig
 from rl_core.torch.training.memory import StepPlan
 from rl_core.torch.training.recompute import (
@@ -26,6 +27,7 @@ from rl_core.torch.training.recompute import (
     ActivationsUnknown,
     LayerActivations,
     RecomputePlan,
+    image_bytes,
     log_unknown,
     logit_bytes,
     max_tokens,
@@ -310,6 +312,7 @@ def recompute_fields(
     mesh: MegatronMesh,
     has_te: bool,
     trains: bool,
+    whole: PreTrainedConfig | None = None,
 ) -> tuple[dict[str, Any], StageMemory | None]:
     """Return the fields of Megatron's config for what is recomputed, and the memory that decides on it later.
 
@@ -318,11 +321,12 @@ def recompute_fields(
     Args:
         config: Config of the model, whose microbatches decide how many activations there are.
         backend: Settings of this backend.
-        hf: Hugging Face config of the model.
+        hf: Hugging Face config of the language model.
         shape: Config of Megatron, without these fields.
         mesh: Mesh of the run.
         has_te: True if the layers are Transformer Engine's.
         trains: False for a model that never runs backwards.
+        whole: Hugging Face config of the whole model; None without images.
 
     Returns:
         The fields, and the memory; None if the model does not train or the device has no memory of its own.
@@ -355,8 +359,9 @@ def recompute_fields(
         fields = WHOLE if fields is None else fields
     else:
         kept = [shapes.activations(layer, modules) for layer in held]
-        activations = ActivationMemory(kept, max_tokens(config, sizes["cp"]), passes_kept(sizes["pp"], chunks))
-        parts = state_parts(config, backend, hf, shape, held, mesh)
+        images = image_bytes(config, whole or hf, recomputes_tower=False)
+        activations = ActivationMemory(kept, max_tokens(config, sizes["cp"]), passes_kept(sizes["pp"], chunks), images)
+        parts = state_parts(config, backend, hf, shape, held, mesh, whole=whole)
         if fields is None:
             fields, plans = selective, plans_of(held, modules)
     parts["logits"] = logit_bytes(config, padded_vocab(hf.vocab_size, sizes["tp"]) // sizes["tp"])
@@ -370,25 +375,31 @@ def state_parts(
     shape: TransformerConfig,
     held: Sequence[Mapping[str, Part]],
     mesh: MegatronMesh,
+    *,
+    whole: PreTrainedConfig | None = None,
 ) -> dict[str, int]:
-    """Return the bytes by name of a rank's weights, gradients and optimizer state.
+    """Return the bytes by name of the weights, gradients and optimizer state of a rank that has the last layers and
+    the vision tower.
 
     Args:
         config: Config of the model.
         backend: Settings of this backend.
-        hf: Hugging Face config of the model.
+        hf: Hugging Face config of the language model.
         shape: Config of Megatron.
         held: Layers of the rank.
         mesh: Mesh of the run.
+        whole: Hugging Face config of the whole model; None without images.
     """
     sizes, itemsize = mesh.layout, shape.params_dtype.itemsize
     fields = hf.to_dict()
-    whole = size_of_fields(fields) or ModelSize(1, 1, 1, 1)
-    trained = ModelSize(0) if config.lora_cfg.enabled else trained_size(config, fields, whole)
+    vision = VisionSize.of(whole.to_dict()) if whole is not None else None
+    seeing, training = (0, []) if vision is None else (vision.parameters(), vision.training(config.vision))
+    model = replace(size_of_fields(fields) or ModelSize(1, 1, 1, 1), vision=seeing)
+    trained = ModelSize(0) if config.lora_cfg.enabled else trained_size(config, fields, model, training)
 
     def share(*kinds: str) -> float:
         """Return the share of the parameters of some kinds that trains, in the whole model."""
-        count, trains = (sum(getattr(each, kind) for kind in kinds) for each in (whole, trained))
+        count, trains = (sum(getattr(each, kind) for kind in kinds) for each in (model, trained))
         return trains / count if count else 0.0
 
     ends, layers, experts = rank_parameters(hf, shape, held, mesh)
@@ -398,9 +409,10 @@ def state_parts(
         RankPart(layers, layers * share("layers"), copies, is_matrix=True),
         RankPart(ends, ends * share("embedding", "head"), copies, is_matrix=False),
         RankPart(experts, experts * share("experts"), expert_copies, is_matrix=True),
+        RankPart(seeing, seeing * share("vision"), copies, is_matrix=True),
     ]
     state = rank_memory(config, backend, parts, itemsize)
-    weights = (ends + layers + experts) * itemsize
+    weights = (ends + layers + experts + seeing) * itemsize
     found = {"weights": weights, "gradients": state.device - state.kept, "optimizer state": state.kept - weights}
     return {name: round(size) for name, size in found.items() if size}
 

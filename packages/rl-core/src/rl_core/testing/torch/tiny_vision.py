@@ -391,7 +391,15 @@ FAMILIES: Mapping[str, TinyFamily] = {
 """The families by their `model_type`."""
 
 
-def write_tiny_vision_model(folder: Path, family: str, *, dtype: str = "float32", seed: int = 0, **text: Any) -> Path:
+def write_tiny_vision_model(
+    folder: Path,
+    family: str,
+    *,
+    dtype: str = "float32",
+    seed: int = 0,
+    vision: Mapping[str, Any] | None = None,
+    **text: Any,
+) -> Path:
     """Write a random vision-language model of 10^5 parameters with its tokenizer and processor.
 
     Args:
@@ -399,6 +407,7 @@ def write_tiny_vision_model(folder: Path, family: str, *, dtype: str = "float32"
         family: One of `FAMILIES`.
         dtype: Dtype of the weights.
         seed: Seed of the weights.
+        vision: Fields of the vision tower's config, which replace fields of the family.
         **text: Fields of the language model's config, which replace fields of `TEXT` and the family.
     """
     kind = FAMILIES[family]
@@ -408,7 +417,7 @@ def write_tiny_vision_model(folder: Path, family: str, *, dtype: str = "float32"
         **{name: ids.get(value, value) if isinstance(value, str) else value for name, value in kind.whole.items()},
         "tie_word_embeddings": text.get("tie_word_embeddings", False),
         "text_config": {**TEXT, "tie_word_embeddings": False, **kind.text, **text},
-        "vision_config": dict(kind.vision),
+        "vision_config": {**kind.vision, **(vision or {})},
     }
     config = AutoConfig.for_model(family, **settings)
     with torch.random.fork_rng(devices=[]):

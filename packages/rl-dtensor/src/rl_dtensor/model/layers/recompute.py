@@ -27,6 +27,7 @@ from rl_core.torch.training.recompute import (
     ActivationsUnknown,
     LayerActivations,
     RecomputePlan,
+    image_bytes,
     log_unknown,
     logit_bytes,
     max_tokens,
@@ -36,10 +37,10 @@ from rl_dtensor.config import DTensorConfig
 from rl_dtensor.model.attention import ROWS
 from rl_dtensor.model.kernels import Softmax
 from rl_dtensor.model.layout import RowLayout, Segments
-from rl_dtensor.parallel.body import body_of
+from rl_dtensor.parallel.body import body_of, is_composite
 from rl_dtensor.parallel.dispatch import keeping_sizes
 from rl_dtensor.parallel.experts import expert_modules
-from rl_dtensor.parallel.fsdp import LAYERS_AHEAD, layers_of_unit
+from rl_dtensor.parallel.fsdp import LAYERS_AHEAD, layers_of_unit, vision_layers
 from rl_dtensor.parallel.mesh import DTensorMesh
 from rl_dtensor.parallel.sizes import AxisSizes
 
@@ -167,7 +168,8 @@ class CountedMemory:
         try:
             counted = activations_of(hf, layers, tensor_ranks=sizes.tp, splits_tokens=backend.sequence_parallel)
             passes = passes_kept(sizes.pp, backend.pipeline_chunks_per_rank)
-            activations = ActivationMemory(counted[-here:], max_tokens(config, sizes.cp), passes)
+            images = image_bytes(config, hf.config, recomputes_tower=True)
+            activations = ActivationMemory(counted[-here:], max_tokens(config, sizes.cp), passes, images)
         except ActivationsUnknown as problem:
             if mesh.rank == 0:
                 log_unknown(problem)
@@ -243,7 +245,7 @@ class RankParameters:
         trained: Those of `sharded` that train.
         trained_matrices: Those of `trained` in matrices of hidden layers.
         layer: In its largest layer, or in the layers of a unit if several share one, not sharded.
-        ends: In embedding, head and the rest outside of layers, not sharded.
+        ends: In embedding, head and the rest outside of layers, not sharded; without the layers of a vision tower.
         itemsize: Bytes of each in the dtype that the model computes in.
         vocab: Tokens of its part of the head.
     """
@@ -273,6 +275,11 @@ class RankParameters:
         """
         in_experts = {id(each) for module in expert_modules(hf) for each in module.parameters()}
         in_layers = {id(each) for layer in layers for each in layer.parameters()}
+        tower = [] if not is_composite(hf) else list(vision_layers(hf, body_of(hf)))
+        inside = in_layers | {id(each) for layer in tower for each in layer.parameters()}
+        # Tensor-parallel ranks split the language model only.
+        language: list[Any] = [body_of(hf), hf.get_output_embeddings()] if is_composite(hf) else [hf]
+        split = {id(each) for module in language for each in module.parameters()}
 
         def counted(is_counted: Callable[[nn.Parameter], bool]) -> tuple[int, int, int, int]:
             """Return the numbers of a rank's parameters, of those in its shards, in its largest layer and at the
@@ -284,12 +291,15 @@ class RankParameters:
                 dense = sum(each.numel() for each in held) - experts
                 by_layer.append((experts // (sizes.ep * sizes.tp), dense // sizes.tp))
             outside = [
-                each.numel() // sizes.tp for each in hf.parameters() if id(each) not in in_layers and is_counted(each)
+                each.numel() // (sizes.tp if id(each) in split else 1)
+                for each in hf.parameters()
+                if id(each) not in inside and is_counted(each)
             ]
             # The first stage has the embedding, the last one the head.
             ends = sum(outside) if sizes.pp == 1 else max(outside, default=0)
             experts = sum(each for each, _ in by_layer[-here:])
-            dense = sum(each for _, each in by_layer[-here:]) + ends
+            seeing = sum(each.numel() for layer in tower for each in layer.parameters() if is_counted(each))
+            dense = sum(each for _, each in by_layer[-here:]) + ends + seeing
             sharded = dense // sizes.fsdp + experts // (sizes.fsdp // sizes.ep)
             return dense + experts, sharded, max(sum(each) for each in by_layer), ends
 
