@@ -29,9 +29,11 @@ of the nodes."""
 LAUNCH_SECONDS = 53e-6
 """Seconds of the host for each operation of a layer that is not captured in a graph, with the code around it; measured
 on one H100 (`benchmarks/results/gpu_check.md`)."""
-DECODE_MEMORY = 0.6
-"""Share of `memory_rate` that an engine's decoding reaches for keys, values and experts, whose kernels are many and
-small."""
+WEIGHTS_MEMORY, DECODE_MEMORY = 0.9, 0.6
+"""Shares of `memory_rate` that an engine's decoding reaches for weights, and for keys, values and experts, which it
+reads in small pieces."""
+KERNEL_SECONDS = 3e-6
+"""Seconds that the smallest kernel of a graph takes, with the gap after it."""
 DECODE_SECONDS = 1.5e-3
 """Seconds of an engine for each decoding step next to its kernels: scheduling, sampling and the start of a graph."""
 TOKEN_SECONDS = 20e-6

@@ -10,10 +10,12 @@ from rl_launch.planning.accelerators import (
     ATTENTION,
     DECODE_MEMORY,
     DECODE_SECONDS,
+    KERNEL_SECONDS,
     LAUNCH_SECONDS,
     MEMORY,
     OVERLAP_SLOWDOWN,
     TOKEN_SECONDS,
+    WEIGHTS_MEMORY,
     Accelerator,
 )
 from rl_launch.planning.memory import HEAD_CHUNK, EngineRank, Recomputed, TrainingRank, layers_of_unit, whole_parameters
@@ -36,6 +38,9 @@ LAUNCHES, LAUNCHES_UNFUSED, LAUNCHES_EXPERTS, LAUNCHES_ADAPTERS = 140, 170, 35, 
 52, but the host takes six times as long for one of those (`benchmarks/results/gpu_check.md`)."""
 LAUNCHES_HEAD = 22
 """Operations of the head for each chunk of tokens, forward and backward (`benchmarks/results/ledger.md`)."""
+DECODE_KERNELS = 9
+"""Kernels of a layer in a decoding step next to its products and attention; experts and latent attention have as many
+more each."""
 REQUEST_SECONDS = 0.001
 """Seconds of a replica's host for each rollout next to its tokens, as measured (`benchmarks/results/plan_times.md`)."""
 SYNC_SECONDS, TENSOR_SECONDS = 0.05, 1e-4
@@ -235,7 +240,8 @@ def optimizer_seconds(rank: TrainingRank, work: Workload, machines: Machines) ->
 def decode_seconds(engine: EngineRank, slots: float, row: float, machines: Machines) -> float:
     """Return the seconds of one decoding step of an engine with so many sequences of this mean length.
 
-    Products read the weights or compute, whichever takes longer; attention reads keys and values after them.
+    Products read the weights or compute, whichever takes longer; attention reads keys and values after them, and the
+    other kernels of a layer take the least that a kernel takes.
     """
     shape, layout, chip = engine.shape, engine.layout, machines.accelerator
     if shape is None:
@@ -246,9 +252,12 @@ def decode_seconds(engine: EngineRank, slots: float, row: float, machines: Machi
     dense = (size.layers + size.head + (0 if size.head else size.embedding)) / ranks * layout.weight_bytes
     experts = size.experts * met / (ranks * layout.engines) * layout.weight_bytes
     flops = 2 * slots * (shape.products + shape.head_products) / ranks
-    read = dense / MEMORY + experts / DECODE_MEMORY
+    read = dense / WEIGHTS_MEMORY + experts / DECODE_MEMORY
     kernels = max(read / chip.memory_rate, flops / (chip.products_share * chip.flops))
     kernels += slots * row * engine.cache_of_token / (DECODE_MEMORY * chip.memory_rate)
+    small = DECODE_KERNELS * (1 + shape.is_latent) * shape.dense_layers
+    small += DECODE_KERNELS * (2 + shape.is_latent) * (shape.layers - shape.dense_layers)
+    kernels += small / layout.pipeline * KERNEL_SECONDS
     if layout.tensor > 1:
         share = 2 * (layout.tensor - 1) / layout.tensor
         each = slots * shape.hidden * 2 * share / chip.link_rate(layout.tensor, machines.joined)
