@@ -88,6 +88,7 @@ def plan_recipe(
     if folder is not None and rows:
         lengths = _of_run(rows, Workload.of(read_plan(folder.path), given), given)
     read = read_plan(source, overrides)
+    _check_lengths(given, Workload.of(read, given))
     gpus = () if device else gpu_names()
     accelerator, kind = device_of(read, device, gpus)
     planner = partial(plan_run, name=source_name(source), accelerator=accelerator, device=kind, lengths=lengths)
@@ -116,6 +117,21 @@ def _of_run(rows: Sequence[Mapping[str, Any]], work: Workload, given: Lengths) -
     """Return the lengths of a run's rows, in place of those that the user does not state."""
     found = measured_lengths(rows, work)
     return Lengths(given.prompt or found.prompt, given.completion or found.completion, found.longest)
+
+
+def _check_lengths(given: Lengths, work: Workload) -> None:
+    """Refuse stated lengths that no row has."""
+    if given.completion is not None and given.completion > work.longest:
+        kind = "completion" if work.prompt else "row"
+        raise ConfigError(
+            f"--tokens: got {given.completion:,g}, but a {kind} has at most {work.longest:,} tokens. State fewer, or "
+            f"raise {'policy.generation.max_new_tokens' if work.prompt else 'policy.max_total_sequence_length'}"
+        )
+    if given.prompt is not None and given.prompt >= work.longest_row:
+        raise ConfigError(
+            f"--prompt-tokens: got {given.prompt:,g}, but policy.max_total_sequence_length leaves a prompt at most "
+            f"{work.longest_row - 1:,}. State fewer, or raise it"
+        )
 
 
 def _check_learnt_device(rows: Sequence[Mapping[str, Any]], kind: Device, gpus: Sequence[str]) -> None:

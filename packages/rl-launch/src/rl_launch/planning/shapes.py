@@ -290,4 +290,4 @@ def adapter_parameters(fields: Mapping[str, Any], lora: Any, tensor: int = 1) ->
             sum(lora.dim * (tensor * found[name][side] + found[name][1 - side]) for name, side in whole.items())
         )
 
-    return shape.layers * sizes(ends) + shape.dense_layers * sizes(mlp)
+    return float(lora.max_adapters) * (shape.layers * sizes(ends) + shape.dense_layers * sizes(mlp))
