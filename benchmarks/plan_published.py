@@ -1,16 +1,23 @@
 """Published peaks and speeds of other systems beside what `rl plan` says of the same model, devices and layout.
 
     python benchmarks/plan_published.py
+    python benchmarks/plan_published.py --all
 
-No run is started. Each case is a recipe of this project with the model, layout, microbatches and lengths that a page
-states. Peaks are compared without the share that a plan leaves to gaps between tensors.
+No run is started. Each figure is a row of `benchmarks/published/*.csv`, planned as a recipe of this project with the
+model, layout, microbatches and lengths that its page states. Peaks are those of torch's allocator, so they are compared
+without contexts and gaps between tensors. Column `look` of the files: 1 for figures that the plan was looked at with
+early, 2 for figures that were planned before the last changes, whose ratio then is in `first`, and 3 for those that
+were planned only after.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import csv
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from measurement import table
@@ -18,15 +25,45 @@ from measurement import table
 from rl_core.devices import CUDA
 from rl_launch.planning.accelerators import GB, accelerator_named
 from rl_launch.planning.plan import GENERATING, TRAINING, Plan, plan_run
+from rl_launch.planning.seconds import generation_seconds
 from rl_launch.planning.workload import Lengths
 from rl_launch.run_config.reading import read_plan
 
-GIB = 2**30
-TITAN_H100 = "https://github.com/pytorch/torchtitan/blob/main/benchmarks/llama3_h100_202412_torchtitan.md"
-TITAN_A100 = "https://github.com/pytorch/torchtitan/blob/041336434916bdc0f88c1f89fda176fd3c2092e4/docs/performance.md"
-NEMO_RL = "https://github.com/NVIDIA-NeMo/RL/blob/r0.4.0/docs/about/performance-summary.md"
-QWEN = "https://mintlify.com/QwenLM/Qwen/finetuning/lora"
-OWN = "gpu_check.md"
+FIGURES = Path(__file__).parent / "published"
+GITHUB = "https://github.com"
+SOURCES = {
+    "titan-h100": f"{GITHUB}/pytorch/torchtitan/blob/main/benchmarks/llama3_h100_202412_torchtitan.md",
+    "titan-a100": f"{GITHUB}/pytorch/torchtitan/blob/041336434916bdc0f88c1f89fda176fd3c2092e4/docs/performance.md",
+    "qwen": "https://mintlify.com/QwenLM/Qwen/finetuning/lora",
+    "own": "gpu_check.md",
+    "foundry": f"{GITHUB}/mosaicml/llm-foundry/blob/061f2c7ce64e655100286584a7629e2a09f827ba/scripts/train/"
+    "benchmarking/README.md",
+    "automodel": f"{GITHUB}/NVIDIA-NeMo/Automodel/blob/01926a5c443b7979463c73341bf64adf79de638e/docs/"
+    "performance-summary.md",
+    "bridge": "https://docs.nvidia.com/nemo/megatron-bridge/latest/performance-summary-archive.html",
+    "torchtune": f"{GITHUB}/pytorch/torchtune/blob/0031bfb080bd35ec533c412df883cf2bf7bf7fe4/README.md",
+    "trt": f"{GITHUB}/NVIDIA/TensorRT-LLM/blob/v0.9.0/docs/source/performance.md",
+    "vllm-a100": "https://johnmusgrave.com/p/vllm-throughput-latency-sweep-on",
+    "vllm-h100": "https://yobitelcomm.github.io/bench/recipes/concurrency-sweep/",
+    "0.4": f"{GITHUB}/NVIDIA-NeMo/RL/blob/r0.4.0/docs/about/performance-summary.md",
+    "0.5": "https://docs.nvidia.com/nemo/rl/0.5.0/about/performance-summary.html",
+    "0.6": "https://docs.nvidia.com/nemo/rl/0.6.0/about/performance-summary.html",
+    "0.7": "https://docs.nvidia.com/nemo/rl/0.7.0/about/performance-summary.html",
+}
+MPT = {
+    "760m": (1536, 24, 12),
+    "350m": (1024, 24, 16),
+    "1b": (2048, 24, 16),
+    "3b": (2560, 32, 20),
+    "7b": (4096, 32, 32),
+    "13b": (5120, 40, 40),
+    "30b": (7168, 48, 56),
+    "70b": (8192, 80, 64),
+}
+"""Width, layers and heads of the models of LLM Foundry."""
+PROMPT = 150
+"""Tokens of a prompt of NeMo RL's runs, which its pages do not state."""
+PEAK, STEP, SPEED, OUTPUT = "peak, GB", "step, s", "tokens/s/GPU", "output tokens/s/GPU"
 
 
 @dataclass(frozen=True)
@@ -36,12 +73,14 @@ class Published:
     Args:
         name: Model, devices and what is special.
         source: Address of the page.
-        unit: `tokens/s/GPU`, `step, s` or `peak, GB`.
+        unit: What the figure is.
         value: The figure.
         recipe: Recipe that it is planned with.
         device: Device of the plan.
         overrides: Keys of the recipe that differ.
         lengths: Mean tokens of prompts and completions, or of rows.
+        look: When the plan was looked at with it.
+        first: Ratio at the first look; empty if it was not kept.
     """
 
     name: str
@@ -51,7 +90,9 @@ class Published:
     recipe: str
     device: str
     overrides: Mapping[str, Any]
-    lengths: Lengths = field(default_factory=Lengths)
+    lengths: Lengths
+    look: int
+    first: str
 
 
 def planned(case: Published) -> Plan:
@@ -63,143 +104,208 @@ def planned(case: Published) -> Plan:
 
 def figure(plan: Plan, unit: str) -> float:
     """The figure of a plan that a published one is compared with."""
-    if unit == "peak, GB":
+    if unit == PEAK:
         usage = next(usage for usage in plan.usages if usage.phase == TRAINING)
-        return (usage.total - usage.device.get("gaps between tensors", 0.0)) / GB
-    if unit == "step, s":
+        return usage.tensors / GB
+    if unit == STEP:
         # Other pages do not count saves.
         own = plan.seconds.get("save", 0.0)
         training = plan.step_seconds - own
         return max(training, plan.seconds.get(GENERATING, 0.0)) if plan.work.staleness else training
+    if unit == OUTPUT:
+        assert plan.engine is not None
+        cache = next(usage.device["KV cache"] for usage in plan.usages if usage.phase == GENERATING)
+        # The prompts of these pages are all different.
+        work, replicas = replace(plan.work, group=1), plan.topology.num_replicas
+        seconds = generation_seconds(plan.engine, cache, work, replicas, plan.machines)
+        return work.num_rows * work.completion / seconds / replicas / plan.engine.layout.num_ranks
     return plan.work.num_tokens / plan.seconds[TRAINING] / plan.num_devices
 
 
-def supervised(model: str, gpus: int, rows: int, length: int, recompute: str, **more: Any) -> dict[str, Any]:
-    """Keys of rows of one length that train all weights, so many on each GPU."""
-    return {
-        "policy.model_name": model,
-        "cluster.gpus_per_node": min(8, gpus),
-        "cluster.num_nodes": max(1, gpus // 8),
-        "policy.max_total_sequence_length": length,
-        "policy.train_global_batch_size": rows * gpus,
-        "policy.sequence_packing.train_mb_tokens": rows * length,
-        "policy.sequence_packing.logprob_mb_tokens": rows * length,
-        "policy.dtensor_cfg.recompute": recompute,
-        "policy.dtensor_cfg.gradient_accumulation": "sharded",
-        **more,
+def rows_of(name: str) -> Iterator[dict[str, str]]:
+    """Read the figures of a file."""
+    with (FIGURES / f"{name}.csv").open(encoding="utf-8", newline="") as file:
+        yield from csv.DictReader(file)
+
+
+def shape_of(model: str) -> dict[str, str]:
+    """Keys of a model; those without a Hugging Face config have the shape of a Llama with as many parameters."""
+    if model.startswith("MPT-"):
+        hidden, layers, heads = MPT[model.removeprefix("MPT-")]
+        inner, vocab, tied = round(8 * hidden / 3), 50368, "true"
+    elif model == "Qwen-7B":
+        hidden, layers, heads, inner, vocab, tied = 4096, 32, 32, 11008, 151936, "false"
+    else:
+        return {"policy.model_name": model}
+    fields = (
+        f"{{model_type: llama, hidden_size: {hidden}, intermediate_size: {inner}, num_hidden_layers: {layers}, "
+        f"num_attention_heads: {heads}, num_key_value_heads: {heads}, vocab_size: {vocab}, "
+        f"tie_word_embeddings: {tied}}}"
+    )
+    return {"policy.model_name": "Llama-2-7B", "policy.hf_config_overrides": fields}
+
+
+def microbatches(tokens: int) -> dict[str, int]:
+    """Keys of microbatches of this many tokens."""
+    section = "policy.sequence_packing"
+    return {f"{section}.train_mb_tokens": tokens, f"{section}.logprob_mb_tokens": tokens}
+
+
+def megatron(row: Mapping[str, str]) -> dict[str, Any]:
+    """Keys of a layout of Megatron."""
+    section = "policy.megatron_cfg"
+    keys: dict[str, Any] = {
+        f"{section}.tensor_model_parallel_size": row["tensor"],
+        f"{section}.pipeline_model_parallel_size": row["pipeline"],
+        f"{section}.context_parallel_size": row["context"],
+        f"{section}.expert_model_parallel_size": row["experts"],
+        f"{section}.sequence_parallel": str(int(row["tensor"]) > 1).lower(),
+        f"{section}.recompute": row["recompute"],
     }
+    if int(row["experts"]) > 1:
+        keys[f"{section}.expert_tensor_parallel_size"] = 1
+    if int(row.get("chunks", 1)) > 1:
+        keys[f"{section}.virtual_pipeline_model_parallel_size"] = row["chunks"]
+    return keys
 
 
-def titan() -> Iterator[Published]:
-    """Pre-training by torchtitan, in bfloat16 with FSDP2 only."""
-    for gpus, speed, peak in ((8, 5762, 82.4), (128, 5605, 67.0)):
-        keys = supervised("Llama-3.1-8B", gpus, 2, 8192, "selective", **{"policy.dtensor_cfg.fused_kernels": "false"})
-        name = f"torchtitan, Llama-3.1-8B, {gpus} H100 of 96 GB and 500 W, selective"
-        lengths = Lengths(None, 8192)
-        yield Published(name, TITAN_H100, "tokens/s/GPU", speed, "sft-squad", "h100", keys, lengths)
-        yield Published(name, TITAN_H100, "peak, GB", peak * GIB / GB, "sft-squad", "h100", keys, lengths)
-    for model, rows, length, recompute, speed in (
-        ("Llama-3-8B", 1, 8192, "selective", 2973),
-        ("Llama-3-70B", 1, 8192, "full", 331),
-        ("Llama-2-13B", 2, 4096, "none", 2162),
-        ("Llama-2-13B", 2, 4096, "selective", 1904),
-        ("Llama-2-70B", 1, 4096, "selective", 355),
-        ("Llama-2-70B", 2, 4096, "full", 353),
-    ):
-        keys = supervised(model, 64, rows, length, recompute)
-        name = f"torchtitan, {model}, 64 A100, {recompute}"
-        yield Published(name, TITAN_A100, "tokens/s/GPU", speed, "sft-squad", "a100", keys, Lengths(None, length))
+def dtensor(row: Mapping[str, str]) -> dict[str, Any]:
+    """Keys of a layout of DTensor."""
+    keys = {
+        "tensor_parallel_size": row["tensor"],
+        "pipeline_parallel_size": row["pipeline"],
+        "pipeline_chunks_per_rank": row["chunks"],
+        "expert_parallel_size": row["experts"],
+        "recompute": row["recompute"],
+        "gradient_accumulation": row["accumulation"],
+        "fused_kernels": row["fused"],
+    }
+    return {f"policy.dtensor_cfg.{key}": value for key, value in keys.items()}
 
 
-def nemo_rl() -> Iterator[Published]:
-    """GRPO by NeMo RL with Megatron on DGX H100."""
-    for model, is_on, longest, mean, gpus, rows, engine, (tensor, context, expert, stages), seconds in (
-        ("Llama-3.1-8B", True, 4096, 1060, 16, 2048, 1, (1, 1, 1, 2), 97.7),
-        ("Llama-3.1-8B", False, 4096, 1129, 16, 2048, 1, (1, 1, 1, 2), 74.6),
-        ("Qwen3-30B-A3B", True, 4096, 3154, 32, 2048, 4, (2, 1, 8, 1), 225),
-        ("Qwen3-30B-A3B", False, 4096, 3158, 32, 2048, 2, (1, 1, 8, 2), 244),
-        ("Qwen3-32B", True, 4096, 3206, 32, 2048, 4, (4, 1, 1, 4), 393),
-        ("Qwen3-32B", False, 4096, 3207, 64, 2048, 4, (4, 1, 1, 4), 215),
-        ("Qwen3-235B-A22B", True, 8192, 5671, 128, 512, 16, (2, 2, 16, 8), 506),
-        ("DeepSeek-V3", True, 1536, 745, 256, 512, 32, (1, 1, 16, 16), 154),
-    ):
-        prompt = 150
-        keys: dict[str, Any] = {
-            "policy.model_name": model,
-            "cluster.gpus_per_node": 8,
-            "cluster.num_nodes": gpus // 8,
-            "policy.max_total_sequence_length": longest,
-            "policy.train_global_batch_size": 512,
-            "policy.sequence_packing.train_mb_tokens": longest,
-            "policy.sequence_packing.logprob_mb_tokens": longest,
-            "policy.generation.max_new_tokens": longest - 512,
-            "policy.generation.vllm_cfg.tensor_parallel_size": engine,
-            "policy.megatron_cfg.tensor_model_parallel_size": tensor,
-            "policy.megatron_cfg.context_parallel_size": context,
-            "policy.megatron_cfg.expert_model_parallel_size": expert,
-            "policy.megatron_cfg.pipeline_model_parallel_size": stages,
-            "policy.megatron_cfg.sequence_parallel": str(tensor > 1).lower(),
-            "grpo.num_prompts_per_step": rows // 32,
-            "grpo.num_generations_per_prompt": 32,
-            "data.max_input_seq_length": 512,
+def training() -> Iterator[Published]:
+    """Speeds and peaks of training on full rows."""
+    for row in rows_of("training"):
+        gpus, per_node, length = int(row["gpus"]), int(row["per_node"]), int(row["length"])
+        own = {"policy.dtensor_cfg.enabled": "false", "policy.megatron_cfg.enabled": "true"}
+        keys = {
+            **shape_of(row["model"]),
+            "cluster.gpus_per_node": per_node,
+            "cluster.num_nodes": gpus // per_node,
+            "policy.max_total_sequence_length": length,
+            "policy.train_global_batch_size": row["rows"],
+            **microbatches(int(row["micro_rows"]) * length),
+            **({**own, **megatron(row)} if row["backend"] == "megatron" else dtensor(row)),
         }
-        if not is_on:
+        name = f"{row['system']}, {row['model']}, rows of {length:,}, {gpus} x {row['device']}, {row['recompute']}"
+        if row["lora"]:
+            keys |= {"policy.lora_cfg.enabled": "true", "policy.lora_cfg.dim": row["lora"]}
+            name += ", LoRA"
+        name += ", no fused kernels" if row["fused"] == "false" else ""
+        recipe, firsts = "sft-lora" if row["lora"] else "sft-squad", row["first"].partition("|")
+        for unit, value, first in ((SPEED, row["tokens_per_second"], firsts[0]), (PEAK, row["peak_gb"], firsts[2])):
+            if value:
+                lengths = Lengths(None, length)
+                source, look = SOURCES[row["source"]], int(row["look"])
+                yield Published(name, source, unit, float(value), recipe, row["device"], keys, lengths, look, first)
+
+
+def steps() -> Iterator[Published]:
+    """Steps of GRPO by NeMo RL with Megatron."""
+    for row in rows_of("steps"):
+        nodes, longest, ahead = int(row["gpus"]) // int(row["per_node"]), int(row["longest"]), row["ahead"] != "0"
+        group = 16 if row["model"] == "DeepSeek-V3" else 32
+        keys: dict[str, Any] = {
+            "policy.model_name": row["model"],
+            "cluster.gpus_per_node": row["per_node"],
+            "cluster.num_nodes": nodes,
+            "policy.max_total_sequence_length": longest,
+            "policy.train_global_batch_size": row["batch"],
+            **microbatches(longest),
+            "policy.generation.max_new_tokens": longest - PROMPT,
+            "policy.generation.vllm_cfg.tensor_parallel_size": row["engine"],
+            "policy.generation.vllm_cfg.gpu_memory_utilization": 0.8 if ahead else 0.6,
+            **megatron(row),
+            "grpo.num_prompts_per_step": int(row["rows"]) // group,
+            "grpo.num_generations_per_prompt": group,
+            "data.max_input_seq_length": PROMPT,
+        }
+        if ahead:
             keys |= {
                 "grpo.async_grpo.enabled": "true",
                 "loss_fn.importance.high": 2,
                 "policy.generation.colocated.enabled": "false",
-                "policy.generation.colocated.resources.num_nodes": gpus // 16,
+                "policy.generation.colocated.resources.num_nodes": nodes // 2,
             }
-        if expert > 1:
-            keys["policy.megatron_cfg.expert_tensor_parallel_size"] = 1
-        how = "on-policy" if is_on else "one step off"
-        name = f"NeMo RL 0.4, {model}, {gpus} H100, {how}"
-        lengths = Lengths(prompt, mean - prompt)
-        yield Published(name, NEMO_RL, "step, s", seconds, "grpo-math-8b-megatron", "h100", keys, lengths)
+        how = "one step off" if ahead else "on-policy"
+        name = f"NeMo RL {row['version']}, {row['model']}, {row['gpus']} x {row['device']}, {how}, batch {row['batch']}"
+        lengths = Lengths(PROMPT, int(row["mean"]) - PROMPT)
+        recipe, source = "grpo-math-8b-megatron", SOURCES[row["version"]]
+        look, seconds = int(row["look"]), float(row["seconds"])
+        yield Published(name, source, STEP, seconds, recipe, row["device"], keys, lengths, look, row["first"])
 
 
-def qwen() -> Iterator[Published]:
-    """Peaks of adapters of Qwen-7B on one A100 by Qwen's own script, with recomputation of every layer."""
-    fields = (
-        "{model_type: llama, hidden_size: 4096, intermediate_size: 11008, num_hidden_layers: 32, "
-        "num_attention_heads: 32, num_key_value_heads: 32, vocab_size: 151936, tie_word_embeddings: false}"
-    )
-    for length, peak in ((512, 20.4), (1024, 21.5), (2048, 23.8), (4096, 29.7), (8192, 36.6)):
-        keys = supervised("Llama-2-7B", 1, 1, length, "full") | {
-            "policy.hf_config_overrides": fields,
-            "policy.lora_cfg.enabled": "true",
-            "policy.lora_cfg.dim": 64,
+def engines() -> Iterator[Published]:
+    """Tokens that an engine decodes a second, with so many sequences at a time."""
+    for row in rows_of("engines"):
+        tensor, prompt, completion = int(row["tensor"]), int(row["prompt"]), int(row["completion"])
+        resources = "policy.generation.colocated.resources"
+        keys = {
+            "policy.model_name": row["model"],
+            "cluster.gpus_per_node": min(8, 2 * tensor),
+            "cluster.num_nodes": 2 if tensor == 8 else 1,
+            "policy.max_total_sequence_length": max(2304, prompt + completion),
+            "policy.generation.max_new_tokens": completion,
+            "policy.generation.vllm_cfg.tensor_parallel_size": tensor,
+            "policy.generation.vllm_cfg.max_num_seqs": row["sequences"],
+            "grpo.num_prompts_per_step": row["sequences"],
+            "grpo.num_generations_per_prompt": 2,
+            "policy.train_global_batch_size": 2 * int(row["sequences"]),
+            "data.max_input_seq_length": prompt,
+            "policy.generation.colocated.enabled": "false",
+            **({f"{resources}.num_nodes": 1} if tensor == 8 else {f"{resources}.gpus_per_node": tensor}),
         }
-        name = f"Qwen, LoRA of Qwen-7B, A100, rows of {length}"
-        yield Published(name, QWEN, "peak, GB", peak, "sft-lora", "a100", keys, Lengths(None, length))
-
-
-def own() -> Iterator[Published]:
-    """The two speeds that were found on one H100, of which one was looked at when the host's time was estimated."""
-    for fused, speed in ((True, 30190), (False, 24920)):
-        keys = supervised("Qwen3-0.6B", 1, 8, 1024, "none") | {"policy.dtensor_cfg.fused_kernels": str(fused).lower()}
-        name = f"this project, Qwen3-0.6B, H100, fused kernels {'on' if fused else 'off'}"
-        yield Published(name, OWN, "tokens/s/GPU", speed, "sft-squad", "h100", keys, Lengths(None, 1024))
+        name = f"{row['system']}, {row['model']}, {tensor} x {row['device']}"
+        name += f", {row['sequences']} at a time, {prompt} + {completion} tokens"
+        lengths, value = Lengths(prompt, completion, completion), float(row["tokens_per_second"])
+        source, look = SOURCES[row["source"]], int(row["look"])
+        yield Published(name, source, OUTPUT, value, "grpo-math-8b", row["device"], keys, lengths, look, row["first"])
 
 
 def cases() -> list[Published]:
     """All figures."""
-    return [*titan(), *nemo_rl(), *qwen(), *own()]
+    return [*training(), *steps(), *engines()]
 
 
-def rows(found: Sequence[Published]) -> Iterator[tuple[str, ...]]:
-    """Rows of the table."""
-    for case in found:
-        value = figure(planned(case), case.unit)
-        link = f"[page]({case.source})"
-        yield case.name, case.unit, f"{case.value:,.4g}", f"{value:,.4g}", f"{value / case.value:.2f}", link
+def rows(found: Iterable[tuple[Published, float]]) -> Iterator[tuple[str, ...]]:
+    """Rows of the table of figures."""
+    for case, value in found:
+        ratio = f"{value / case.value:.2f}"
+        yield case.name, case.unit, f"{case.value:,.4g}", f"{value:,.4g}", case.first, ratio, f"[page]({case.source})"
+
+
+def summary(found: Sequence[tuple[Published, float]]) -> Iterator[tuple[str, ...]]:
+    """Rows of the table of ratios by kind and look: their geometric mean, the mean miss up or down, and their range."""
+    for look, title in ((1, "looked at early"), (2, "before the changes"), (3, "only after them")):
+        for unit in (SPEED, STEP, OUTPUT, PEAK):
+            ratios = sorted(value / case.value for case, value in found if (case.look, case.unit) == (look, unit))
+            if ratios:
+                logs = [math.log(ratio) for ratio in ratios]
+                mean, miss = (math.exp(sum(each) / len(logs)) for each in (logs, map(abs, logs)))
+                shown = f"{ratios[0]:.2f} to {ratios[-1]:.2f}"
+                yield title, unit, str(len(ratios)), f"{mean:.2f}", f"{miss:.2f}", shown
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="see that it runs: two cases")
-    found = cases()[: 2 if parser.parse_args().quick else None]
-    print(table(("case", "figure", "published", "planned", "planned / published", "source"), list(rows(found))))
+    parser.add_argument("--all", action="store_true", help="also the figures that were planned only after the changes")
+    chosen = parser.parse_args()
+    found = [(case, figure(planned(case), case.unit)) for case in cases()[: 2 if chosen.quick else None]]
+    shown = found if chosen.all else [(case, value) for case, value in found if case.look < 3]
+    print(table(("first planned", "figure", "figures", "mean ratio", "mean miss", "range"), list(summary(found))))
+    head = ("case", "figure", "published", "planned", "ratio at first", "planned / published", "source")
+    print(f"\n{table(head, list(rows(shown)))}")
 
 
 if __name__ == "__main__":
