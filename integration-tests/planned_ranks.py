@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,18 +13,26 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from rl_core.data.batch import Batch
 from rl_core.data.microbatch import shard
+from rl_core.images import STORE_VARIABLE, ImageStore
 from rl_core.model import ModelSpec
 from rl_core.model_config import ModelConfig
 from rl_core.plugins import POLICIES, plugin, resolve
 from rl_core.selfcheck.losses import TokenLoss
 from rl_core.selfcheck.rank_pool import Rank
 from rl_core.testing.model_worker import make_batch
+from rl_core.testing.torch.vision_rows import Rows
 
 
 def _bytes(tensors: Any) -> int:
     storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values())
+
+
+def image_rows(folder: str, images: str) -> Batch:
+    """Return equal rows with two images each."""
+    return Rows(Path(folder), ImageStore(Path(images))).batch([0] * 4)
 
 
 class KeptBytes(TorchDispatchMode):
@@ -73,15 +82,32 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def trained_bytes(
-    rank: Rank, backend: str, settings: dict[str, Any], config: ModelConfig, lengths: tuple[int, ...], folder: str
+    rank: Rank,
+    backend: str,
+    settings: dict[str, Any],
+    config: ModelConfig,
+    lengths: tuple[int, ...],
+    folder: str,
+    images: str = "",
 ) -> dict[str, float]:
     """Train a step, save it, and return the bytes of this rank: `weights`, `gradients`, `optimizer`, `kept` for the
-    backward pass, `copied` to be written in the background, and `checkpoint` of all ranks."""
+    backward pass, `copied` to be written in the background, and `checkpoint` of all ranks.
+
+    Args:
+        rank: This rank.
+        backend: Name of the training backend.
+        settings: Its settings.
+        config: Section of the model.
+        lengths: Lengths of rows without images.
+        folder: Folder to save to.
+        images: Folder of images; rows then have some.
+    """
+    os.environ[STORE_VARIABLE] = images
     found = plugin(POLICIES, backend)
     worker = resolve(found.worker)(config, found.config(**settings), ModelSpec(), rank.rendezvous)
     try:
         coordinates = worker.coordinates()
-        batch = make_batch(lengths, vocab=45)
+        batch = image_rows(config.model_name, images) if images else make_batch(lengths, vocab=45)
         rows = shard(batch.lengths, coordinates.along("dp"))[coordinates.on("dp")]
         residency = worker._residency
         with KeptBytes() as kept:

@@ -11,20 +11,22 @@ import pytest
 
 pytest.importorskip("torch", reason="it counts tensors: run it in an environment with the backends (--group cpu)")
 
-from planned_ranks import trained_bytes
+from planned_ranks import image_rows, trained_bytes
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from rl_algos.tiny_model import make_tiny_model
+from rl_core.data.batch import TOKENS
 from rl_core.devices import CPU, CUDA
-from rl_core.facts.model_size import ModelSize
-from rl_core.model_config import LoraConfig, ModelConfig, OptimizerConfig, SequencePackingConfig
+from rl_core.facts.model_size import ModelSize, trained_size
+from rl_core.model_config import LoraConfig, ModelConfig, OptimizerConfig, SequencePackingConfig, VisionConfig
 from rl_core.plugins import POLICIES, plugin
 from rl_core.selfcheck.rank_pool import RankPool, preload
 from rl_core.testing.exhaustive import exhaustive, partly_exhaustive
+from rl_core.testing.torch.tiny_vision import write_tiny_vision_model
 from rl_launch.commands.verified_plan import lines, verify
 from rl_launch.planning.accelerators import accelerator_named
 from rl_launch.planning.memory import TrainingRank, activation_bytes
-from rl_launch.planning.plan import checkpoint_bytes, fields_of, plan_run
+from rl_launch.planning.plan import checkpoint_bytes, fields_of, plan_run, vision_of
 from rl_launch.planning.shapes import Shape, adapter_parameters
 from rl_launch.run_config.reading import read_plan
 
@@ -102,20 +104,32 @@ def models(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def seeing_model(tmp_path_factory):
+    """Folder of a model that sees images."""
+    folder = tmp_path_factory.mktemp("seeing")
+    vision = {"hidden_size": 128, "intermediate_size": 512, "depth": 4, "out_hidden_size": 256}
+    text = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 8}
+    return write_tiny_vision_model(folder, "qwen2_5_vl", vision=vision, **text, num_key_value_heads=4)
+
+
 def planned(config, backend, num_ranks, settings):
     found = plugin(POLICIES, backend)
     own = found.config(**settings)
     fields, _ = fields_of(config)
-    shape = Shape.of(fields)
-    size = trained = shape.size
-    repeated = 0.0
+    shape, vision = Shape.of(fields), vision_of(config)
+    size, training = shape.size, () if vision is None else vision.training(config.vision)
+    size = size if vision is None else replace(size, vision=vision.parameters())
+    trained, repeated = trained_size(config, fields, size, training), 0.0
     if config.lora_cfg.enabled:
         tensor = found.layout(config, own, num_ranks, CPU).tensor
-        trained = ModelSize(adapter_parameters(fields, config.lora_cfg, tensor))
+        seeing = 0 if vision is None else vision.adapters(config.vision, config.lora_cfg)
+        trained = ModelSize(adapter_parameters(fields, config.lora_cfg, tensor), vision=seeing)
         repeated = trained.layers - adapter_parameters(fields, config.lora_cfg)
-        size = ModelSize(size.layers + trained.layers, embedding=size.embedding, head=size.head)
+        size = replace(size, layers=size.layers + trained.layers, vision=size.vision + seeing)
     memory = found.memory(config, own, size, num_ranks, trained=trained)
-    return TrainingRank(config, shape, size, trained, found.layout(config, own, num_ranks, CPU), memory, repeated)
+    layout = found.layout(config, own, num_ranks, CPU)
+    return TrainingRank(config, shape, size, trained, layout, memory, repeated, vision)
 
 
 @pytest.mark.parametrize("adapters", partly_exhaustive([False, True], always=[False]), ids=["all weights", "adapters"])
@@ -167,6 +181,61 @@ def kept_bytes(rank):
             ).none
         )
     return size
+
+
+IMAGES: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "dtensor one rank": ("dtensor", 1, {}),
+    "dtensor fsdp2": ("dtensor", 2, {}),
+    "dtensor tp2": ("dtensor", 2, {"tensor_parallel_size": 2}),
+    "dtensor cp2": ("dtensor", 2, {"context_parallel_size": 2}),
+    "megatron one rank": ("megatron", 1, {}),
+    "megatron dp2": ("megatron", 2, {}),
+    "megatron tp2": ("megatron", 2, {"tensor_model_parallel_size": 2}),
+    "megatron pp2": ("megatron", 2, {"pipeline_model_parallel_size": 2}),
+}
+HOW_IMAGES_TRAIN = {
+    "frozen": ("frozen", "frozen"),
+    "projector": ("frozen", "trained"),
+    "trained": ("trained", "trained"),
+    "adapters": ("adapters", "adapters"),
+}
+
+
+@pytest.mark.parametrize(
+    "training", partly_exhaustive(list(HOW_IMAGES_TRAIN), always=["trained"]), ids=list(HOW_IMAGES_TRAIN)
+)
+@pytest.mark.parametrize("mesh", IMAGES)
+def test_a_rank_with_images_holds_the_bytes_of_the_plan(mesh, training, pool, seeing_model, tmp_path):
+    backend, num_ranks, settings = IMAGES[mesh]
+    tower, projector = HOW_IMAGES_TRAIN[training]
+    if training == "adapters" and backend != "dtensor":
+        pytest.skip("adapters of a tower need dtensor")
+    config = ModelConfig(
+        model_name=str(seeing_model),
+        precision="float32",
+        max_total_sequence_length=512,
+        sequence_packing=SequencePackingConfig(train_mb_tokens=4096, logprob_mb_tokens=4096),
+        optimizer=OptimizerConfig(name="torch.optim.AdamW", kwargs={"lr": 1e-3}),
+        lora_cfg=LoraConfig(enabled=training == "adapters", dim=8),
+        vision=VisionConfig(enabled=True, tower=tower, projector=projector),
+    )
+    rank = planned(config, backend, num_ranks, settings)
+    images = str(tmp_path / "images")
+    batch = image_rows(str(seeing_model), images)
+    given = (backend, settings, config, (), str(tmp_path / "checkpoint"), images)
+    ranks = pool.run(trained_bytes, [given] * num_ranks, timeout_s=600)
+    fullest = {name: max(each[name] for each in ranks) for name in ranks[0]}
+    layout = replace(rank.layout, pipeline=1)
+    token = json.loads((seeing_model / "config.json").read_text())["image_token_id"]
+    tokens, shown = len(batch.ragged(TOKENS).values) / layout.data, batch.ragged(TOKENS).values == token
+    kept = activation_bytes(rank.shape, layout, config, rank.plans()[0], tokens=tokens / layout.context)
+    kept += rank.vision.kept(config.vision, shown.sum() / layout.data, 4, recomputed=False)
+    expected = {"kept": kept, "checkpoint": checkpoint_bytes(rank), "copied": rank.copied}
+    expected |= {name: rank.state[name] for name in ("weights", "gradients")}
+    expected["optimizer"] = rank.state["optimizer state"]
+    ratios = {name: fullest[name] / size for name, size in expected.items()}
+    sys.stdout.write(f"{mesh}, images, {training}: {ratios}\n")
+    assert ratios == pytest.approx(dict.fromkeys(ratios, 1.0), abs=TOLERANCE)
 
 
 @exhaustive

@@ -11,8 +11,9 @@ from rl_algos.requirement import LOSSES
 from rl_core.config import plain
 from rl_core.errors import ConfigError
 from rl_core.model_config import BackendConfig, EngineConfig, ModelConfig
+from rl_core.weights import ITEM_BYTES
 from rl_launch.doctor.family import worker_answers
-from rl_launch.planning.memory import Recomputed, activation_bytes
+from rl_launch.planning.memory import IMAGES, Recomputed, activation_bytes
 from rl_launch.planning.plan import Plan, RolePlan, fields_of
 from rl_launch.run_config.plan import RunPlan
 from rl_launch.worker_envs.provision import provision
@@ -82,7 +83,12 @@ def _of_role(run: RunPlan, role: RolePlan) -> Iterator[Verified]:
     given = json.dumps([_shared(model.config), plain(model.backend), fields, role.ranks])
     answers = dict(worker_answers(provision([spec])[spec], _COUNT, model.plugin.counted, given, what="--verify"))
     counted: dict[str, float] = json.loads(answers["counted"])
-    unfused = replace(rank, layout=replace(rank.layout, is_fused=False))
+    # Only the language model is counted.
+    size, trained = (replace(each, vision=0) for each in (rank.size, rank.trained))
+    assert model.plugin.memory is not None, "a rank has memory"
+    memory = model.plugin.memory(model.config, model.backend, size, role.ranks, trained=trained)
+    layout = replace(rank.layout, is_fused=False)
+    unfused = replace(rank, layout=layout, size=size, trained=trained, memory=memory, vision=None)
     planned = unfused.besides_activations(None)
     layers = rank.layers
     for name, each in (
@@ -96,6 +102,10 @@ def _of_role(run: RunPlan, role: RolePlan) -> Iterator[Verified]:
     by_part = {_NAMES.get(name, name): size for name, size in counted.items()}
     for part, size in planned.items():
         yield Verified(role.role, part, size, by_part.get(part))
+    if rank.vision is not None:
+        itemsize = ITEM_BYTES[model.config.precision]
+        yield Verified(role.role, "weights of the vision tower", rank.vision.parameters() * itemsize, None)
+        yield Verified(role.role, IMAGES, rank.images(Recomputed(0, 0, layers)), None)
 
 
 def _shared(config: ModelConfig) -> dict[str, Any]:

@@ -225,14 +225,17 @@ class TrainingRank:
 
     @property
     def copied(self) -> float:
-        """Bytes of host memory for the copies of an asynchronous save: what trains, of which each rank has its part."""
-        layout, weights = self.layout, self.memory.weights
+        """Bytes of host memory for the copies of an asynchronous save: what trains, of which each rank has its part, and
+        frozen weights, unless adapters train."""
+        layout, weights, state = self.layout, self.memory.weights, self.memory.optimizer
+        if not self.model.lora_cfg.enabled:
+            state = max(state, self.memory.kept - weights)
         if layout.is_sharded:
-            return weights + self.memory.optimizer
+            return weights + state
         copies = layout.data * layout.context
         experts = self.trained.experts / (layout.pipeline * layout.expert_ranks)
         experts *= ITEM_BYTES[self.model.precision]
-        return (weights - experts) / copies + experts / max(1, copies // layout.experts) + self.memory.optimizer
+        return (weights - experts) / copies + experts / max(1, copies // layout.experts) + state
 
     @property
     def layers(self) -> int:

@@ -481,12 +481,14 @@ def _host_bytes(roles: list[RolePlan], topology: Topology, device: Device, *, sa
 
 
 def checkpoint_bytes(rank: TrainingRank) -> float:
-    """Return the bytes of a checkpoint: float32 weights and optimizer state of what trains, and Hugging Face files."""
+    """Return the bytes of a checkpoint: float32 weights and optimizer state of what trains, frozen weights unless only
+    adapters train, and Hugging Face files."""
     trained, each = rank.trained, state_bytes(rank.model.optimizer.name, rank.model.optimizer.kwargs)
     matrices = trained.layers + trained.experts + trained.vision - rank.repeated
     others, count = trained.embedding + trained.head, rank.size.count - rank.repeated
     state = matrices * each.matrices + others * each.others
-    return WIDE_BYTES * (matrices + others) + state + count * ITEM_BYTES[rank.model.precision]
+    frozen = 0.0 if rank.model.lora_cfg.enabled else count - matrices - others
+    return WIDE_BYTES * (matrices + others) + state + (frozen + count) * ITEM_BYTES[rank.model.precision]
 
 
 def _problems(
