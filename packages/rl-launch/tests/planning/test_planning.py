@@ -26,6 +26,7 @@ from rl_launch.planning.workload import Lengths
 from rl_launch.recipes import recipe_names
 from rl_launch.run_config.reading import read_plan
 from rl_launch.run_session.directory.run_folder import RunFolder
+from rl_launch.run_session.observer import ObservedRun
 
 NO_LENGTHS = Lengths()
 
@@ -122,16 +123,6 @@ def test_an_engine_that_is_too_small_for_its_model_is_named():
     assert found.plan.fits is False
     assert "raise the engine's tensor_parallel_size" in found.plan.problems[0]
     assert "tensor_parallel_size=" in found.change.overrides
-
-
-@pytest.mark.parametrize(
-    "name", ["grpo-math-1b", "grpo-math-8b", "grpo-math-32b", "grpo-math-70b-megatron", "sft-lora"]
-)
-def test_a_search_is_as_fast_as_the_shipped_layout_or_faster(name):
-    found = answer(name, searches=True)
-    assert found.plan.fits
-    assert found.found[0].plan.step_seconds <= found.plan.step_seconds * 1.001
-    assert all(change.plan.fits for change in found.found)
 
 
 def test_every_recipe_is_planned():
@@ -289,7 +280,7 @@ def test_lengths_of_a_run_are_those_of_its_metrics():
 def test_steps_record_the_plan_and_the_memory_of_phases(tmp_path, monkeypatch):
     monkeypatch.setenv("RL_HOME", str(tmp_path))
     steps = PlannedSteps(read_plan("grpo-math-8b", ["cluster.device=cuda"]), "grpo-math-8b", lambda: ["NVIDIA H100"])
-    steps.start(3, ())
+    steps.begin(ObservedRun("run", tmp_path, {}, 0))
     plan, found = planned("grpo-math-8b"), steps.step_metrics()
     assert found["plan/step"] == pytest.approx(plan.step_seconds)
     tensors = next(usage.tensors for usage in plan.usages if usage.phase == "training")
