@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -17,7 +18,7 @@ from rl_launch.planning.learned import learn, learned, measured_lengths
 from rl_launch.planning.memory import GIB
 from rl_launch.planning.plan import plan_run
 from rl_launch.planning.planned_steps import PhaseMemory, PlannedSteps
-from rl_launch.planning.seconds import decode_seconds
+from rl_launch.planning.seconds import Machines, decode_seconds
 from rl_launch.planning.shapes import Shape, published_fields
 from rl_launch.planning.simulation import Engines, Faults, Setting, SimulatedSteps, best_save_seconds, goodput, simulate
 from rl_launch.planning.text import lines
@@ -243,6 +244,20 @@ def test_a_decoding_step_reads_keys_and_values_after_its_weights():
     read = 64 * 1000 * plan.engine.cache_of_token
     assert long - short == pytest.approx(read / (DECODE_MEMORY * chip.memory_rate))
     assert short > plan.engine.weights / chip.memory_rate
+
+
+def test_small_experts_are_read_more_slowly_than_large_ones():
+    """Seconds of a token for each byte of the experts that are met, by one sequence."""
+    found = {}
+    for name in ("Mixtral-8x7B", "Qwen3-30B-A3B"):
+        engine = planned("grpo-math-8b", f"policy.model_name={name}", device="b200").engine
+        fewer = replace(engine, size=replace(engine.size, experts=0))
+        chip = accelerator_named("b200")
+        more = decode_seconds(engine, 1, 1, Machines(chip, 8)) - decode_seconds(fewer, 1, 1, Machines(chip, 8))
+        met = engine.size.experts * engine.shape.active_share * engine.layout.weight_bytes
+        found[name] = more * chip.memory_rate / met
+    assert found["Mixtral-8x7B"] == pytest.approx(1 / 0.9, rel=0.02)
+    assert found["Qwen3-30B-A3B"] > 1.2 * found["Mixtral-8x7B"]
 
 
 def test_links_that_reach_further_than_a_node_carry_its_exchanges():

@@ -30,8 +30,7 @@ LAUNCH_SECONDS = 53e-6
 """Seconds of the host for each operation of a layer that is not captured in a graph, with the code around it; measured
 on one H100 (`benchmarks/results/gpu_check.md`)."""
 WEIGHTS_MEMORY, DECODE_MEMORY = 0.9, 0.6
-"""Shares of `memory_rate` that an engine's decoding reaches for weights, and for keys, values and experts, which it
-reads in small pieces."""
+"""Shares of `memory_rate` that an engine's decoding reaches for weights, and for keys and values, which are blocks."""
 KERNEL_SECONDS = 3e-6
 """Seconds that the smallest kernel of a graph takes, with the gap after it."""
 DECODE_SECONDS = 1.5e-3

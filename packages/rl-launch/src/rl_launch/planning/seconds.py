@@ -38,6 +38,9 @@ LAUNCHES, LAUNCHES_UNFUSED, LAUNCHES_EXPERTS, LAUNCHES_ADAPTERS = 140, 170, 35, 
 52, but the host takes six times as long for one of those (`benchmarks/results/gpu_check.md`)."""
 LAUNCHES_HEAD = 22
 """Operations of the head for each chunk of tokens, forward and backward (`benchmarks/results/ledger.md`)."""
+PIECE_BYTES = 2.4e6
+"""Bytes that a decoding step could read in the time by which each expert takes longer than its bytes, so that an expert
+of 4.7 MB, as of Qwen3-30B-A3B on two GPUs, is read at 0.6 of the bandwidth."""
 DECODE_KERNELS = 9
 """Kernels of a layer in a decoding step next to its products and attention; experts and latent attention have as many
 more each."""
@@ -252,8 +255,12 @@ def decode_seconds(engine: EngineRank, slots: float, row: float, machines: Machi
     dense = (size.layers + size.head + (0 if size.head else size.embedding)) / ranks * layout.weight_bytes
     experts = size.experts * met / (ranks * layout.engines) * layout.weight_bytes
     flops = 2 * slots * (shape.products + shape.head_products) / ranks
-    read = dense / WEIGHTS_MEMORY + experts / DECODE_MEMORY
-    kernels = max(read / chip.memory_rate, flops / (chip.products_share * chip.flops))
+    if shape.experts:
+        # The beginning and the end of small tensors do not use all of the bandwidth.
+        each = 3 * shape.hidden * shape.expert_inner / layout.tensor * layout.weight_bytes
+        experts *= 1 + PIECE_BYTES / each
+    read = (dense + experts) / (WEIGHTS_MEMORY * chip.memory_rate)
+    kernels = max(read, flops / (chip.products_share * chip.flops))
     kernels += slots * row * engine.cache_of_token / (DECODE_MEMORY * chip.memory_rate)
     small = DECODE_KERNELS * (1 + shape.is_latent) * shape.dense_layers
     small += DECODE_KERNELS * (2 + shape.is_latent) * (shape.layers - shape.dense_layers)
