@@ -12,11 +12,11 @@ from rl_algos.data.sources import files
 from rl_core.errors import DataError
 
 
-def write_arrow(path, new, *, compression="zstd", num_batches=6):
+def write_arrow(path, new):
     batch = pyarrow.record_batch({"a": ["x" * 1000] * 1000})
-    options = pyarrow.ipc.IpcWriteOptions(compression=compression)
+    options = pyarrow.ipc.IpcWriteOptions(compression="zstd")
     with new(str(path), batch.schema, options=options) as writer:
-        for _ in range(num_batches):
+        for _ in range(6):
             writer.write_batch(batch)
 
 

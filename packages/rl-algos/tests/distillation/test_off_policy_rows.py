@@ -31,9 +31,9 @@ LENGTH, VOCABULARY = 3, 3
 TOKENS = np.array(list(product(range(VOCABULARY), repeat=LENGTH)))
 
 
-def chains(seed):
+def chains():
     """The distribution of the next token after each token, and those of first tokens."""
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(3)
     return random.dirichlet(np.ones(VOCABULARY), size=(2, VOCABULARY + 1))
 
 
@@ -46,7 +46,7 @@ def logprobs_of(chain):
 @pytest.mark.parametrize(("level", "places"), [("sequence", LENGTH), ("token", 2)])
 def test_the_weights_of_the_tokens_before_give_the_expectation_over_the_policys_own_rollouts(level, places):
     """With a product of ratios at every place; with the last ratio at the second, whose state is a single token."""
-    policy, older = (logprobs_of(chain) for chain in chains(3))
+    policy, older = (logprobs_of(chain) for chain in chains())
     column = {name: Ragged.from_rows(list(rows), np.float64) for name, rows in (("prev", policy), ("old", older))}
     mask = column["prev"].like(np.ones(TOKENS.size, np.uint8))
     batch = Batch({"loss_mask": mask, "prev_logprobs": column["prev"], "generation_logprobs": column["old"]})
@@ -62,7 +62,7 @@ def test_the_weights_of_the_tokens_before_give_the_expectation_over_the_policys_
 
 
 def test_rollouts_sampled_from_some_tokens_count_as_the_students_own_in_the_states_that_they_reach():
-    chain = chains(3)[0]
+    chain = chains()[0]
     kept = np.where(chain > chain.min(1, keepdims=True), chain, 0.0)
     kept /= kept.sum(1, keepdims=True)
     policy = logprobs_of(chain)

@@ -33,16 +33,16 @@ from rl_core.token_filter import TokenFilter
 GROUPS = [make_group("a", [1.0, 0.0, -0.5]), make_group("b", [0.5, 2.0])]
 
 
-def step_data(step: int = 1, seed: int = 0) -> StepData:
+def step_data() -> StepData:
     """Logprobs at random, NaN where nothing was sampled."""
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(0)
     batch = with_advantages(build_batch(GROUPS, GRPOConfig()), random.normal(size=5))
     mask = batch.ragged("loss_mask")
     columns = {
         name: mask.like(np.where(mask.values > 0, -random.exponential(1, len(mask.values)), np.nan))
         for name in ("prev_logprobs", "ref_logprobs")
     }
-    return StepData(step, GROUPS, batch.with_columns(columns))
+    return StepData(1, GROUPS, batch.with_columns(columns))
 
 
 @pytest.mark.parametrize(("estimator", "k"), [("k1", lambda d: -d), ("k3", lambda d: math.exp(d) - d - 1)])

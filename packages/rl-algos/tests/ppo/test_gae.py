@@ -12,13 +12,13 @@ from rl_core.data.ragged import Ragged
 LENGTHS = (1, 9, 4, 70, 2, 6)
 
 
-def make_rows(seed, lengths=LENGTHS, *, share=0.6):
+def make_rows(seed):
     """Rewards and values at random, NaN off the mask; prompts and observations between turns."""
     random = np.random.default_rng(seed)
-    mask = Ragged.from_rows([(random.random(n) < share).astype(np.uint8) for n in lengths], np.uint8)
+    mask = Ragged.from_rows([(random.random(n) < 0.6).astype(np.uint8) for n in LENGTHS], np.uint8)
     off = mask.values == 0
     columns = [mask.like(np.where(off, np.nan, random.normal(size=len(off)))) for _ in range(2)]
-    return *columns, mask, random.normal(size=len(lengths))
+    return *columns, mask, random.normal(size=len(LENGTHS))
 
 
 @pytest.mark.parametrize("seed", range(4))

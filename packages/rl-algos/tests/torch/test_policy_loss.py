@@ -24,8 +24,8 @@ from rl_core.token_filter import TokenFilter
 WHOLE, SPLIT = [range(5)], [[3], [0, 4], [2], [1]]
 
 
-def with_token_advantages(batch: Batch, seed: int = 1) -> Batch:
-    advantages = np.random.default_rng(seed).normal(size=sum(LENGTHS))
+def with_token_advantages(batch: Batch) -> Batch:
+    advantages = np.random.default_rng(1).normal(size=sum(LENGTHS))
     return batch.with_columns({"advantages": batch.ragged("tokens").like(advantages)})
 
 

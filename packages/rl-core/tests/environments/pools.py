@@ -48,7 +48,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
-async def eventually(condition: Any, timeout_s: float = 60.0) -> None:
-    async with asyncio.timeout(timeout_s):
+async def eventually(condition: Any) -> None:
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.02)

@@ -118,8 +118,8 @@ def test_a_model_that_does_not_answer_leaves_the_stacks_of_its_ranks_in_their_lo
     _await(lambda: all("hang_in_a_named_function" in _text(tmp_path / f"{rank}.log") for rank in range(2)))
 
 
-def _await(condition, timeout_s=120):
-    end = time.monotonic() + timeout_s
+def _await(condition):
+    end = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.05)

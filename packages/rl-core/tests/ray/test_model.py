@@ -50,9 +50,9 @@ def model(workers):
     return RemoteModel(workers, role="policy", nodes=["here"] * 4, timeout_s=120)
 
 
-def local_batch(num_rows, *, length=6):
+def local_batch(num_rows):
     random = np.random.default_rng(num_rows)
-    lengths = random.integers(1, length, num_rows)
+    lengths = random.integers(1, 6, num_rows)
     tokens = Ragged.from_rows([random.integers(0, 99, each) for each in lengths], np.int32)
     mask = tokens.like(random.integers(0, 2, len(tokens.values)).astype(np.uint8))
     return Batch({"tokens": tokens, "loss_mask": mask, "advantages": random.random(num_rows, dtype=np.float32)})

@@ -241,7 +241,7 @@ class LiveProgram:
         self, id: str, completions: Mapping[str, Completion], num_calls: int = 0, *, is_kept: bool = True
     ) -> OpenConversation:
         assert self._services is not None, "not started"
-        engine = ServedVersions(self._services, self._verdict if self._limits.canary.enabled else None)
+        engine = ServedVersions(self._services, self._store.verdict if self._limits.canary.enabled else None)
         prompt = Prompt(f"{USERS}/{id}", (), _NO_TOKENS, "", dataset=USERS)
         seed = int.from_bytes(hashlib.blake2b(id.encode(), digest_size=4).digest(), "big")
         services = replace(self._services, generator=cast("Generator", engine))
@@ -284,9 +284,6 @@ class LiveProgram:
             return found
         finally:
             self._num_waiting -= 1
-
-    async def _verdict(self, version: int) -> str:
-        return await self._store.verdict(version)
 
     async def _tidy(self) -> None:
         while True:

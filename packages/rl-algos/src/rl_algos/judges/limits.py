@@ -90,17 +90,14 @@ class SpentTokens:
     def reserve(self, judge: str, tokens: int) -> int:
         """Count the tokens that a request may take; returns its number."""
         self._next += 1
-        self._count(judge, self._next, tokens, 0)
+        self.settle(judge, self._next, 0, tokens)
         return self._next
 
     def settle(self, judge: str, number: int, reserved: int, tokens: int) -> None:
         """Count the tokens that a request has taken instead of the reserved ones."""
-        self._count(judge, number, tokens, reserved)
-
-    def _count(self, judge: str, number: int, tokens: int, instead_of: int) -> None:
         if self._file is not None:
             os.write(self._descriptor, (json.dumps([judge, number, tokens]) + "\n").encode())
-        self._total[judge] = self.of(judge) + tokens - instead_of
+        self._total[judge] = self.of(judge) + tokens - reserved
 
     def close(self) -> None:
         """Close the file."""

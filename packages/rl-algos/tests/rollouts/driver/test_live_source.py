@@ -194,8 +194,8 @@ class Published:
         return WeightUpdate(self.version, 0)
 
 
-def canary_of(tmp_path, quality, ended=(1,) * 40):
-    pool, weights, policy = Users(list(ended), str(tmp_path), quality=quality), Published(), Policy()
+def canary_of(tmp_path, quality):
+    pool, weights, policy = Users([1] * 40, str(tmp_path), quality=quality), Published(), Policy()
     source = source_of(pool, max_staleness=100)
     settings = CanaryConfig(enabled=True, max_drop=0.1)
     canary = ServingCanary(settings, source, policy, weights, HELD_OUT, SAMPLING)

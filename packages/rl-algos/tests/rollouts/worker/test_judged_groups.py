@@ -163,8 +163,8 @@ def test_a_spent_budget_is_raised_as_it_is(make_worker):
         played(make_worker(JUDGED, Judges({"3": "spent"})))
 
 
-def engine_spec(name, engine="", *, awaits_weights=False, max_tokens=400):
-    return EngineJudgeSpec(name, engine, TokenizerConfig(), "none", 40, 0.0, max_tokens, awaits_weights=awaits_weights)
+def engine_spec(name, engine="", *, awaits_weights=False):
+    return EngineJudgeSpec(name, engine, TokenizerConfig(), "none", 40, 0.0, 400, awaits_weights=awaits_weights)
 
 
 FORM = {

@@ -40,16 +40,15 @@ def loaded_by(*modules: str) -> frozenset[str]:
     return frozenset(name.partition(".")[0] for name in json.loads(done.stdout.splitlines()[-1]))
 
 
-def loaded_by_command(command: str, *arguments: str, cwd: Path | None = None) -> frozenset[str]:
+def loaded_by_command(command: str, *arguments: str) -> frozenset[str]:
     """Return the top-level packages and modules that a command has loaded when it ends, however it ends.
 
     Args:
         command: Its entry point, `module:function`.
         arguments: Arguments of its command line.
-        cwd: Working directory of the command; the current one if None.
     """
     done = subprocess.run(
-        [sys.executable, "-c", _CALL, command, *arguments], capture_output=True, text=True, check=False, cwd=cwd
+        [sys.executable, "-c", _CALL, command, *arguments], capture_output=True, text=True, check=False
     )
     return frozenset(name.partition(".")[0] for name in json.loads(done.stderr.splitlines()[-1]))
 

@@ -106,9 +106,9 @@ def make_candidates(rng: np.random.Generator, num_tokens: int, vocab: int) -> np
     return np.where(rng.random(candidates.shape) < 0.3, np.int32(-1), candidates)
 
 
-def with_allowed_tokens(batch: Batch, vocab: int = 101) -> Batch:
+def with_allowed_tokens(batch: Batch) -> Batch:
     """Return the batch with random sets of allowed tokens at some tokens of every second row."""
-    rng, rows = np.random.default_rng(11), []
+    rng, rows, vocab = np.random.default_rng(11), [], 101
     for number, tokens in enumerate(batch.ragged("tokens")):
         sets = [b""] * len(tokens)
         for place in range(1, len(tokens)) if number % 2 == 0 else ():
@@ -128,11 +128,11 @@ def poison(batch: Batch) -> Batch:
     return batch.with_columns({"weights": weights.like(values), "loss_mask": mask.like(np.ones_like(mask.values))})
 
 
-def make_pairs(num_pairs: int = 3) -> Batch:
-    """Return random pairs of rows of different lengths, far apart in the batch."""
-    lengths = tuple(int(length) for length in np.random.default_rng(3).integers(2, 15, 2 * num_pairs))
-    index = np.arange(2 * num_pairs)
-    columns = {"pair": index % num_pairs, "is_chosen": index < num_pairs}
+def make_pairs() -> Batch:
+    """Return three random pairs of rows of different lengths, far apart in the batch."""
+    lengths = tuple(int(length) for length in np.random.default_rng(3).integers(2, 15, 6))
+    index = np.arange(6)
+    columns = {"pair": index % 3, "is_chosen": index < 3}
     return make_batch(lengths, seed=4).only(["tokens"]).with_columns(columns)
 
 

@@ -74,10 +74,10 @@ ATTACKS: dict[str, tuple[Attack, str]] = {
 class Meeting:
     """A sender that waits for receivers in a thread."""
 
-    def __init__(self, num_receivers: int = 1, timeout_s: float = 60.0) -> None:
+    def __init__(self, timeout_s: float) -> None:
         self.listener = socket.create_server(("127.0.0.1", 0), backlog=MAX_PENDING)
         self.address = self.listener.getsockname()
-        self.transport = Transport("collective", f"127.0.0.1:{self.address[1]}", num_receivers, timeout_s=timeout_s)
+        self.transport = Transport("collective", f"127.0.0.1:{self.address[1]}", 1, timeout_s=timeout_s)
         self._accepted: Future[dict[int, Channel]] = Future()
         threading.Thread(target=self._accept, daemon=True).start()
 
@@ -90,10 +90,10 @@ class Meeting:
     def accepted(self) -> dict[int, Channel]:
         return self._accepted.result(60)
 
-    def check_accepts(self, rank: int = 1) -> None:
+    def check_accepts(self) -> None:
         """The real receiver is accepted, and the ends hear each other."""
-        channel = find_sender(socket.AF_INET, self.address, self.transport, rank)
-        theirs = self.accepted()[rank]
+        channel = find_sender(socket.AF_INET, self.address, self.transport, 1)
+        theirs = self.accepted()[1]
         channel.send({"from": "receiver"}, "test")
         theirs.send({"from": "sender"}, "test")
         assert theirs.receive("test") == {"from": "receiver"}
@@ -103,8 +103,8 @@ class Meeting:
 
 
 @contextmanager
-def meeting(num_receivers: int = 1, timeout_s: float = 60.0) -> Iterator[Meeting]:
-    found = Meeting(num_receivers, timeout_s)
+def meeting(timeout_s: float = 60.0) -> Iterator[Meeting]:
+    found = Meeting(timeout_s)
     with found.listener:
         yield found
 

@@ -20,12 +20,12 @@ TOP_P_ROUNDING = 1e-5
 """Relative error of a sum of probabilities in float32, with room."""
 
 
-def write_reference_model(folder: Path, *, seed: int, tied: bool = True, head_dim: int = 32) -> Path:
+def write_reference_model(folder: Path, *, seed: int, head_dim: int = 32) -> Path:
     """Write a Qwen3 of some 10^5 parameters with peaked predictions, and a byte-level tokenizer."""
     torch.manual_seed(seed)
     sizes = {**SIZES, "vocab_size": VOCAB_SIZE, "hidden_size": 64, "intermediate_size": 128, "head_dim": head_dim}
     others = {"max_position_embeddings": 1024, "initializer_range": 0.15, "bos_token_id": None}
-    config = Qwen3Config(**{**sizes, **others}, tie_word_embeddings=tied)
+    config = Qwen3Config(**{**sizes, **others}, tie_word_embeddings=True)
     Qwen3ForCausalLM(config).save_pretrained(folder)
     _tokenizer().save_pretrained(folder)
     return folder
