@@ -73,6 +73,7 @@ from rl_algos.losses.targets import TargetNLLLoss as TargetNLLLoss
 from rl_algos.losses.targets import TargetObjective as TargetObjective
 from rl_algos.losses.targets import TargetPolicyLoss as TargetPolicyLoss
 from rl_algos.losses.targets import TargetSurrogateLoss as TargetSurrogateLoss
+from rl_algos.online_dpo.config import OnlineDPOConfig as OnlineDPOConfig
 from rl_algos.requirement import LOSSES as LOSSES
 from rl_algos.rollouts.config import RolloutConfig as RolloutConfig
 from rl_algos.rollouts.config import Sampler as Sampler

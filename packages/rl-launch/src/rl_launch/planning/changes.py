@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
 from itertools import product
 from math import prod
 from typing import Any
@@ -15,6 +14,7 @@ from rl_core.errors import ConfigError
 from rl_core.facts.hf_config import num_experts_of
 from rl_launch.backends import ModelBackend
 from rl_launch.planning.plan import GENERATING, SYNC, Plan, fields_of
+from rl_launch.planning.workload import steps_section
 from rl_launch.root_config import POLICY
 from rl_launch.run_config.plan import RunPlan
 from rl_launch.run_config.reading import changed_plan
@@ -281,7 +281,10 @@ def _set(section: Any, path: Sequence[str], value: Any) -> Any:
 
 def _value(run: RunPlan, key: str) -> Any:
     """Return a value of the config; None if a section of its key is off."""
-    return reduce(lambda section, name: section and getattr(section, name), key.split("."), run.root)
+    section: Any = run.root
+    for name in key.split("."):
+        section = None if section is None else getattr(section, name)
+    return section
 
 
 def fastest(run: RunPlan, planner: Planner, *, num: int) -> list[Change]:
@@ -333,20 +336,20 @@ def _fitting(run: RunPlan, planner: Planner, served: Values, remark: str) -> Ite
 def _fastest_engine(run: RunPlan, planner: Planner, placed: Values) -> dict[str, Any]:
     """Return the tensor-parallel size of the engine that generates fastest; empty if there is no engine."""
     key, found = engine_tensor_key(run), []
-    for size in () if key is None else sorted({*SIZES[:4], _value(run, key)}):
+    if key is None:
+        return {}
+    for size in sorted({*SIZES[:4], _value(run, key)}):
         planned = _plan(run, planner, {**placed, key: size})
         if planned is not None and planned.serves and GENERATING in planned.seconds:
             found.append((planned.seconds[GENERATING], size))
-    return {key: min(found)[1]} if key is not None and found else {}
+    return {key: min(found)[1]} if found else {}
 
 
 def _placements(run: RunPlan) -> Iterator[tuple[dict[str, Any], str]]:
     """Yield the devices that the engine may have, each with what changes besides time."""
     yield {}, ""
-    sections = (getattr(run.config, key, None) for key in run.plugin.sections)
-    section = next((each for each in sections if isinstance(each, RolloutConfig)), None)
-    generation, cluster = run.backends.generation, run.config.cluster
-    if section is None or generation is None or generation.plugin.servers(generation.backend):
+    section, generation, cluster = steps_section(run), run.backends.generation, run.config.cluster
+    if not isinstance(section, RolloutConfig) or generation is None or generation.plugin.servers(generation.backend):
         return
     own, ahead = f"{POLICY}.generation.colocated", f"{section.section}.async_grpo.enabled"
     name = "num_nodes" if cluster.num_nodes > 1 else "gpus_per_node"

@@ -149,7 +149,8 @@ def _assumptions(plan: Plan) -> Sequence[str]:
         f"products reach {chip.products_share:.0%} of {chip.flops / 1e12:,.3g} TFLOP/s and kernels that move data "
         f"{MEMORY:.0%} of {chip.memory_rate / 1e9:,.0f} GB/s"
     )
-    servers = ("servers generate elsewhere, and their time and weight sync are not counted",) if plan.topology.num_servers else ()
+    elsewhere = "servers generate elsewhere, and their time and weight sync are not counted"
+    servers = (elsewhere,) if plan.topology.num_servers else ()
     learned = (
         () if plan.factors.runs else ("no run on this device has corrected the times (rl plan --from RUN --learn)",)
     )

@@ -81,7 +81,7 @@ class Workload:
     @classmethod
     def of(cls, plan: RunPlan, lengths: Lengths) -> Workload:
         """Read the rows of a step from the plan of a run."""
-        policy, section = plan.config.policy, _steps_of(plan)
+        policy, section = plan.config.policy, steps_section(plan)
         rows, longest_row = policy.train_global_batch_size, policy.max_total_sequence_length
         if not isinstance(section, RolloutConfig):
             rows *= 2 if isinstance(section, PreferenceConfig) else 1
@@ -128,7 +128,7 @@ class Workload:
         )
 
 
-def _steps_of(plan: RunPlan) -> RolloutConfig | PreferenceConfig | None:
+def steps_section(plan: RunPlan) -> RolloutConfig | PreferenceConfig | None:
     """Return the section that decides on the rows of a step; None if `train_global_batch_size` alone does."""
     sections = (getattr(plan.config, key, None) for key in plan.plugin.sections)
     return next((each for each in sections if isinstance(each, RolloutConfig | PreferenceConfig)), None)
