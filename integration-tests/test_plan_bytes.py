@@ -245,6 +245,7 @@ def test_a_rank_with_images_holds_the_bytes_of_the_plan(mesh, training, pool, se
         ("grpo-math-8b", ["policy.dtensor_cfg.tensor_parallel_size=2", "policy.dtensor_cfg.sequence_parallel=true"]),
         ("sft-lora", []),
         ("grpo-math-8b-megatron", []),
+        ("grpo-math-8b-megatron", ["policy.megatron_cfg.context_parallel_size=2"]),
         ("grpo-math-70b-megatron", []),
     ],
 )

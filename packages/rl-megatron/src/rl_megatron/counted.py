@@ -122,15 +122,19 @@ def _parts(chunks: list[nn.Module], *, is_frozen: bool) -> list[RankPart]:
 
 
 def _kept(chunks: list[nn.Module], config: ModelConfig, tokens: int) -> float:
-    """Return the bytes that autograd keeps of a forward pass through the layers of this rank."""
+    """Return the bytes that autograd keeps of a forward pass through the layers of this rank, without the masks of
+    attention, which only the CPU's attention keeps."""
     longest = min(tokens, config.max_total_sequence_length)
     rows, sizes = max(1, tokens // longest), {}
+    # A mask is a matrix of queries and keys, which are whole halves of a rank's part of a row.
+    half = max(1, longest // 2)
     parameters = {each.untyped_storage()._cdata for chunk in chunks for each in chunk.parameters()}
     alive: list[Tensor] = []  # Another storage must not get the address of one that was counted.
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage._cdata not in parameters and storage._cdata not in sizes:
+        is_mask = tensor.dim() == 2 and not any(size % half for size in tensor.shape)
+        if storage._cdata not in parameters and storage._cdata not in sizes and not is_mask:
             alive.append(tensor)
             sizes[storage._cdata] = storage.nbytes()
         return tensor

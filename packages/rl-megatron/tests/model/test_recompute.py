@@ -41,16 +41,17 @@ def run(ranks, name, *args):
 
 
 @pytest.mark.parametrize(
-    ("family", "fields", "precision", "modules"),
+    ("family", "fields", "precision", "modules", "near"),
     [
-        ("llama", LARGE, "float32", ["mlp"]),
-        ("qwen3", LARGE, "bfloat16", ["mlp"]),
-        ("qwen3_moe", EXPERTS, "float32", ["moe"]),
-        ("deepseek_v3", LATENT, "float32", ["moe", "mlp"]),
+        ("llama", LARGE, "float32", ["mlp"], 0.02),
+        ("qwen3", LARGE, "bfloat16", ["mlp"], 0.03),
+        ("qwen3_moe", EXPERTS, "float32", ["moe"], 0.02),
+        # Low-rank projections are estimated roughly.
+        ("deepseek_v3", LATENT, "float32", ["moe", "mlp"], 0.25),
     ],
 )
-def test_the_estimate_is_what_layers_keep(ranks, tmp_path, family, fields, precision, modules):
-    """Within a quarter, without recomputation and with it."""
+def test_the_estimate_is_what_layers_keep(ranks, tmp_path, family, fields, precision, modules, near):
+    """Without recomputation and with it."""
     folder = write_family(tmp_path / "model", family, **fields)
     with open_model(ranks, folder, precision=precision):
         held, estimated = run(ranks, "num_parameters")
@@ -63,7 +64,8 @@ def test_the_estimate_is_what_layers_keep(ranks, tmp_path, family, fields, preci
         found["selective"] = run(ranks, "kept_by_layers", LENGTHS)
     for name, counted in found.items():
         estimated = [getattr(layer, name) for layer in estimates]
-        assert estimated == pytest.approx(counted, rel=0.25), name
+        # Token ids and numbers of whole rows are left out.
+        assert estimated == pytest.approx(counted, rel=near, abs=40), name
 
 
 MODELS = {

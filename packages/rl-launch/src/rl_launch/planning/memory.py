@@ -225,8 +225,8 @@ class TrainingRank:
 
     @property
     def copied(self) -> float:
-        """Bytes of host memory for the copies of an asynchronous save: what trains, of which each rank has its part, and
-        frozen weights, unless adapters train."""
+        """Bytes of host memory for the copies of an asynchronous save: a rank's part of what trains, and of frozen
+        weights unless adapters train."""
         layout, weights, state = self.layout, self.memory.weights, self.memory.optimizer
         if not self.model.lora_cfg.enabled:
             state = max(state, self.memory.kept - weights)

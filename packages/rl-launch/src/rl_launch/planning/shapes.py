@@ -222,9 +222,11 @@ class Shape:
             elif has_experts:
                 between += self.active * h  # Results of experts before their weights.
             if layout.joins_projections:
-                # Rows are attended one by one and joined, with the keys and values of all context-parallel ranks. Gates
-                # add a constant first.
-                within += width + q + (2 * layout.context * k if layout.context > 1 else 0)
+                # Rows are attended one by one and joined. Gates add a constant first.
+                within += width + q
+                if layout.context > 1:
+                    # Keys and values of all context-parallel ranks stay in place of the rank's own.
+                    within += 2 * layout.context * k - (2 * k + v)
         if layout.splits_tokens and not layout.joins_projections:
             # Gathered inputs of both blocks stay. Megatron gathers them again in the backward pass.
             between += 2 * h * (layout.tensor - 1)

@@ -138,7 +138,8 @@ class LayerShapes:
 
     def _norm(self, width: float) -> float:
         """Return the bytes that a norm keeps in addition to its input and its output."""
-        return 0.0 if self._has_te else width * (self._item + (_WIDE if self._item < _WIDE else 0))
+        # The normalised input; in half precision also the input in float32, which is kept in place of the input.
+        return 0.0 if self._has_te else width * _WIDE
 
     def _block_norm(self, *, is_separate: bool) -> dict[str, Part]:
         """Return the norm before a block, with its input and its output.
@@ -244,7 +245,8 @@ class LayerShapes:
         return parts
 
     def _gated(self, inner: float, *, is_weighted: bool = False) -> float:
-        """Return the bytes between the two products of a gated block: both halves, and the activation.
+        """Return the bytes between the two products of a gated block: both halves, and what the second product takes.
+        Operations that are not fused also keep the activated half, and the other one with a constant added.
 
         Args:
             inner: Width of each half.
@@ -252,7 +254,7 @@ class LayerShapes:
         """
         config = self._config
         is_fused = config.bias_activation_fusion or config.use_te_activation_func
-        return inner * self._item * (3 if is_fused else 5 if is_weighted else 4)
+        return inner * self._item * (3 if is_fused else 5 + is_weighted)
 
 
 @dataclass(frozen=True)
