@@ -24,7 +24,7 @@ import selectors
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -41,8 +41,7 @@ from rl_algos.connections import collect_rarely
 from rl_algos.rollouts.worker.chat import Chat
 from rl_algos.tiny_model import END, make_tokenizer
 from rl_core.rollouts.generation import SamplingParams
-from rl_core.rollouts.program import Reply
-from rl_core.rollouts.rollout import Completion, Message, Prompt, WeightSpan
+from rl_core.rollouts.rollout import Completion, Prompt, WeightSpan
 
 TURNS = 8
 ASKED = "what is the sum of these numbers: " + " ".join(map(str, range(40)))
@@ -64,6 +63,8 @@ class NullClient:
         self._completion = Completion(tokens, logprobs, "stop", (WeightSpan(1, len(tokens)),))
         self.sampling = SamplingParams(max_new_tokens=256)
         self.characters_per_token = chat.characters_per_token
+        self.read, self.rendered, self.continuation = chat.read, chat.rendered, chat.continuation
+        self.encoded, self.shown, self.pieces = chat.encoded, chat.shown, chat.pieces
 
     async def generate(self, token_ids: np.ndarray, sampling: Any = None, *, draw: int | None = None) -> Completion:
         if self._chat.encoded(SLOW).tobytes() in token_ids[:64].tobytes():
@@ -72,24 +73,6 @@ class NullClient:
 
     async def step(self, conversation: Any) -> Any:
         raise NotImplementedError
-
-    def read(self, token_ids: np.ndarray, tools: Sequence[Mapping[str, Any]] | None = None) -> Reply:
-        return self._chat.read(token_ids, tools or ())
-
-    def continuation(self, turn: Message, observation: Sequence[Message], sampled: np.ndarray) -> np.ndarray:
-        return self._chat.continuation(turn, observation, sampled)
-
-    def rendered(self, messages: Sequence[Message], so_far: np.ndarray, tools: Any = None) -> np.ndarray:
-        return self._chat.rendered(messages, so_far, tools or ())
-
-    def encoded(self, text: str) -> np.ndarray:
-        return self._chat.encoded(text)
-
-    def shown(self, token_ids: np.ndarray) -> str:
-        return self._chat.shown(token_ids)
-
-    def pieces(self, token_ids: np.ndarray) -> list[str]:
-        return [self.shown(token_ids[place : place + 1]) for place in range(len(token_ids))]
 
 
 def main() -> None:

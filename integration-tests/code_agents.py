@@ -18,8 +18,7 @@ from rl_algos.tiny_model import END, make_tokenizer
 from rl_core.environments.pool import EnvironmentPool
 from rl_core.rollouts.environment import Conversation, EnvironmentFailure, StepResult
 from rl_core.rollouts.generation import SamplingParams
-from rl_core.rollouts.program import Reply
-from rl_core.rollouts.rollout import Completion, Message, Prompt, Rollout, WeightSpan
+from rl_core.rollouts.rollout import Completion, Prompt, Rollout, WeightSpan
 from rl_envs.repository.plugin import RepositoryConfig
 
 TOKENIZER = make_tokenizer()
@@ -36,12 +35,11 @@ class ScriptedPolicy:
     sampling = SamplingParams(200)
 
     def __init__(self, reply: Callable[[str], str], pool: EnvironmentPool) -> None:
-        self._reply, self._pool, self._chat = reply, pool, Chat(TOKENIZER)
+        self._reply, self._pool, chat = reply, pool, Chat(TOKENIZER)
+        self.characters_per_token = chat.characters_per_token
+        self.read, self.rendered, self.continuation = chat.read, chat.rendered, chat.continuation
+        self.encoded, self.shown, self.pieces = chat.encoded, chat.shown, chat.pieces
         self._opened: set[str] = set()
-
-    @property
-    def characters_per_token(self) -> float:
-        return self._chat.characters_per_token
 
     def on_failure(self, played: Callable[[], Sequence[Rollout]]) -> None:
         """See `GenerationClient`; failures are raised here."""
@@ -62,26 +60,6 @@ class ScriptedPolicy:
     async def abandon(self) -> None:
         """Give up what the environment still has of the rollout, as a rollout worker does at its end."""
         await self._pool.abandon(self._opened)
-
-    def read(self, token_ids: np.ndarray, tools: Sequence[Mapping[str, Any]] | None = None) -> Reply:
-        return self._chat.read(token_ids, tools or ())
-
-    def continuation(self, turn: Message, observation: Sequence[Message], sampled: np.ndarray) -> np.ndarray:
-        return self._chat.continuation(turn, observation, sampled)
-
-    def rendered(
-        self, messages: Sequence[Message], so_far: np.ndarray, tools: Sequence[Mapping[str, Any]] | None = None
-    ) -> np.ndarray:
-        return self._chat.rendered(messages, so_far, tools or ())
-
-    def encoded(self, text: str) -> np.ndarray:
-        return self._chat.encoded(text)
-
-    def shown(self, token_ids: np.ndarray) -> str:
-        return self._chat.shown(token_ids)
-
-    def pieces(self, token_ids: np.ndarray) -> list[str]:
-        return [self.shown(token_ids[place : place + 1]) for place in range(len(token_ids))]
 
 
 class Stage:

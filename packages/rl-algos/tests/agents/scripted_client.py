@@ -14,7 +14,6 @@ from rl_algos.agents.session import AgentSession
 from rl_algos.rollouts.config import StructuredOutput
 from rl_algos.rollouts.worker.chat import Chat
 from rl_core.rollouts.generation import SamplingParams
-from rl_core.rollouts.program import AnswerForm, Reply
 from rl_core.rollouts.rollout import Completion, Message, Prompt, Rollout, WeightSpan
 
 END = "<|im_end|>"
@@ -52,7 +51,9 @@ class ScriptedClient:
     images: list[tuple[str, ...]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._chat = Chat(self.tokenizer, self.tool_format)
+        self._chat = chat = Chat(self.tokenizer, self.tool_format)
+        self.read, self.encoded, self.shown = chat.read, chat.encoded, chat.shown
+        self.grammar, self.pieces = chat.grammar, chat.pieces
 
     @property
     def sampling(self) -> SamplingParams:
@@ -87,31 +88,16 @@ class ScriptedClient:
         self.completions.append(completion)
         return completion
 
-    def grammar(self, form: AnswerForm, token_ids: np.ndarray) -> str:
-        return self._chat.grammar(form, token_ids)
-
     async def step(self, conversation: Any) -> Any:
         raise AssertionError("an agent has no environment")
-
-    def read(self, token_ids: np.ndarray, tools: Sequence[Mapping[str, Any]] | None = None) -> Reply:
-        return self._chat.read(token_ids, tools or ())
 
     def continuation(self, turn: Message, observation: Sequence[Message], sampled: np.ndarray) -> np.ndarray:
         return self._chat.continuation(turn, observation, sampled)
 
     def rendered(
-        self, messages: Sequence[Message], so_far: np.ndarray, tools: Sequence[Mapping[str, Any]] | None = None
+        self, messages: Sequence[Message], so_far: np.ndarray, tools: Sequence[Mapping[str, Any]] = ()
     ) -> np.ndarray:
-        return self._chat.rendered(messages, so_far, tools or ())
-
-    def encoded(self, text: str) -> np.ndarray:
-        return self._chat.encoded(text)
-
-    def shown(self, token_ids: np.ndarray) -> str:
-        return self._chat.shown(token_ids)
-
-    def pieces(self, token_ids: np.ndarray) -> list[str]:
-        return [self.shown(token_ids[place : place + 1]) for place in range(len(token_ids))]
+        return self._chat.rendered(messages, so_far, tools)
 
 
 def says(*texts: str) -> Callable[[str, int], str]:

@@ -107,6 +107,10 @@ class Chat:
         ids = token_ids.tolist()
         return str(self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
+    def pieces(self, token_ids: np.ndarray) -> list[str]:
+        """Return the text of each token."""
+        return [self.shown(token_ids[place : place + 1]) for place in range(len(token_ids))]
+
     def thoughts(self, prompt: np.ndarray, completion: np.ndarray) -> tuple[int, str]:
         """See `rl_core.rollouts.thinking.ThoughtReader.thoughts`."""
         text = self.shown(completion)

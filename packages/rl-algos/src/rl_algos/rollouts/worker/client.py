@@ -81,7 +81,7 @@ class PlayClient:
         self._services = services
         chat = services.chat
         self.continuation, self.encoded, self.shown = chat.continuation, chat.encoded, chat.shown
-        self.grammar = chat.grammar
+        self.grammar, self.pieces = chat.grammar, chat.pieces
         environment = services.environments.get(prompt.environment)
         self._conversations = (
             None
@@ -199,9 +199,6 @@ class PlayClient:
         self, messages: Sequence[Message], so_far: np.ndarray, tools: Sequence[Mapping[str, Any]] | None = None
     ) -> np.ndarray:
         return self._services.chat.rendered(messages, so_far, self._tools if tools is None else tools)
-
-    def pieces(self, token_ids: np.ndarray) -> list[str]:
-        return [self.shown(token_ids[place : place + 1]) for place in range(len(token_ids))]
 
     async def release(self) -> None:
         """See `Conversations.release`."""
