@@ -36,6 +36,10 @@ ADAPTER_PASSES = 6
 LAUNCHES, LAUNCHES_UNFUSED, LAUNCHES_EXPERTS, LAUNCHES_ADAPTERS = 140, 170, 35, 60
 """Operations of a layer, forward and backward, and those that experts and adapters add. With fused kernels there are
 52, but the host takes six times as long for one of those (`benchmarks/results/gpu_check.md`)."""
+LAUNCHES_OPTIMIZER = 3
+"""Operations of the optimizer for each tensor: its part of the norm, its update, and its copy in the compute dtype."""
+TENSORS_OF_LAYER = 10
+"""Tensors of a layer without experts, or with these stacked."""
 LAUNCHES_HEAD = 22
 """Operations of the head for each chunk of tokens, forward and backward (`benchmarks/results/ledger.md`)."""
 PIECE_BYTES = 2.4e6
@@ -237,7 +241,8 @@ def optimizer_seconds(rank: TrainingRank, work: Workload, machines: Machines) ->
     rate = MEMORY * machines.accelerator.memory_rate
     if rank.layout.offloads:
         rate = machines.accelerator.host_rate
-    return work.updates * trained * OPTIMIZER_BYTES / rate
+    tensors = 0 if rank.shape is None else TENSORS_OF_LAYER * rank.layers
+    return work.updates * max(trained * OPTIMIZER_BYTES / rate, tensors * LAUNCHES_OPTIMIZER * machines.launch_seconds)
 
 
 def decode_seconds(engine: EngineRank, slots: float, row: float, machines: Machines) -> float:
@@ -306,5 +311,7 @@ def sync_seconds(rank: TrainingRank, engine: EngineRank, machines: Machines, *, 
     link = chip.link_rate(ranks, machines.joined, of_node=machines.joined)
     gathered = rank.size.count * ITEM_BYTES[rank.model.precision] / link if ranks > 1 else 0.0
     copied = received / (chip.host_rate if is_shared else chip.link_rate(10**6, machines.joined))
-    tensors = 0 if shape is None else 10 * shape.layers + 3 * shape.experts * (shape.layers - shape.dense_layers)
+    tensors = 0
+    if shape is not None:
+        tensors = TENSORS_OF_LAYER * shape.layers + 3 * shape.experts * (shape.layers - shape.dense_layers)
     return gathered + copied + tensors * TENSOR_SECONDS + SYNC_SECONDS
