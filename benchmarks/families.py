@@ -32,6 +32,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -219,40 +221,36 @@ def all_families() -> list[str]:
     return sorted(found)
 
 
-def run_cases(todo: Mapping[str, Sequence[str]], results: Results, deadline_s: float) -> None:
+def run_cases(todo: Sequence[tuple[str, str]], results: Results, deadline_s: float) -> None:
     """Run cases in child processes. One that does not answer in time is ended, and the next resumes after it."""
-    left = {family: list(cases) for family, cases in todo.items() if cases}
+    left = list(todo)
+
+    def keep(family: str, case: str, outcome: Outcome) -> None:
+        results.put(family, case, outcome)
+        print(f"{family:<28} {case:<28} {outcome.verdict:<8} {outcome.reason[:100]}", flush=True)
+        left.remove((family, case))
+        if outcome.verdict == "unmade":
+            left[:] = [each for each in left if each[0] != family]
+
     while left:
         child = _Child(left)
         try:
-            for family, case, outcome in child.answers(deadline_s):
-                results.put(family, case, outcome)
-                print(f"{family:<28} {case:<28} {outcome.verdict:<8} {outcome.reason[:100]}", flush=True)
-                left[family].remove(case)
-                if outcome.verdict == "unmade":
-                    left[family].clear()
-                if not left[family]:
-                    del left[family]
+            for answer in child.answers(deadline_s):
+                keep(*answer)
         finally:
             child.end()
         if left:
-            family, cases = next(iter(left.items()))
-            outcome = Outcome("late", f"{child.reason or f'no answer within {deadline_s:.0f} s'}")
-            results.put(family, cases[0], outcome)
-            print(f"{family:<28} {cases[0]:<28} {outcome.verdict:<8} {outcome.reason}", flush=True)
-            left[family] = cases[1:]
-            if not left[family]:
-                del left[family]
+            keep(*left[0], Outcome("late", child.reason or f"no answer within {deadline_s:.0f} s"))
 
 
 class _Child:
     """A process that works through cases in order.
 
     Args:
-        todo: Cases by family.
+        todo: Families and cases.
     """
 
-    def __init__(self, todo: Mapping[str, Sequence[str]]) -> None:
+    def __init__(self, todo: Sequence[tuple[str, str]]) -> None:
         self.reason = ""
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  # `end` closes it
         self._process = subprocess.Popen(
@@ -297,12 +295,12 @@ class _Child:
         self._lines.put(None)
 
 
-def work(todo: Mapping[str, Sequence[str]]) -> None:
+def work(todo: Sequence[tuple[str, str]]) -> None:
     """Run cases in this process, and print an answer for each."""
     with tempfile.TemporaryDirectory() as workspace:
-        for family, cases in todo.items():
+        for family, pairs in groupby(todo, key=itemgetter(0)):
             folder = Path(workspace, family)
-            for case, outcome in _outcomes(family, cases, folder):
+            for case, outcome in _outcomes(family, [case for _, case in pairs], folder):
                 print("answer " + json.dumps([family, case, asdict(outcome)]), flush=True)
 
 
@@ -410,11 +408,10 @@ def main() -> None:
         PAGE_PATH.write_text(page(results), encoding="utf-8")
         return
     cases = [SYNC] if options.sync else list(_cases(options.meshes, options.layouts))
-    todo = {
-        family: [case for case in cases if results.lacks(family, case)] for family in options.only or all_families()
-    }
+    families = options.only or all_families()
+    todo = [(family, case) for family in families for case in cases if results.lacks(family, case)]
     # A process starts one engine at most.
-    for each in [{family: left} for family, left in todo.items()] if options.sync else [todo]:
+    for each in [[pair] for pair in todo] if options.sync else [todo]:
         run_cases(each, results, options.deadline)
 
 
