@@ -6,8 +6,8 @@
 No run is started. Each figure is a row of `benchmarks/published/*.csv`, planned as a recipe of this project with the
 model, layout, microbatches and lengths that its page states. Peaks are those of torch's allocator, so they are compared
 without contexts and gaps between tensors. Column `look` of the files: 1 for figures that the plan was looked at with
-early, 2 for figures that were planned before the last changes, whose ratio then is in `first`, and 3 for those that
-were planned only after.
+early, 2 for figures that were planned before the last changes, whose ratio then is in `first`, 3 for those that were
+planned when most of the changes were made, and 4 for those that were found and planned after all of them.
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ SOURCES = {
     "trt": f"{GITHUB}/NVIDIA/TensorRT-LLM/blob/v0.9.0/docs/source/performance.md",
     "vllm-a100": "https://johnmusgrave.com/p/vllm-throughput-latency-sweep-on",
     "vllm-h100": "https://yobitelcomm.github.io/bench/recipes/concurrency-sweep/",
+    "kempner": "https://kempnerinstitute.github.io/KempnerForge/reference/benchmarks.html",
+    "vllm-h200": "https://buildkite.com/vllm/performance-benchmark/builds/9515",
     "0.4": f"{GITHUB}/NVIDIA-NeMo/RL/blob/r0.4.0/docs/about/performance-summary.md",
     "0.5": "https://docs.nvidia.com/nemo/rl/0.5.0/about/performance-summary.html",
     "0.6": "https://docs.nvidia.com/nemo/rl/0.6.0/about/performance-summary.html",
@@ -61,6 +63,8 @@ MPT = {
     "70b": (8192, 80, 64),
 }
 """Width, layers and heads of the models of LLM Foundry."""
+OTHERS = {"Qwen-7B": (4096, 32, 32, 11008, 32, 151936), "Llama-13B of 8 key heads": (5120, 40, 40, 18432, 8, 128256)}
+"""Width, layers, heads, width of the MLP, heads of keys and vocabulary of models without a known name."""
 PROMPT = 150
 """Tokens of a prompt of NeMo RL's runs, which its pages do not state."""
 PEAK, STEP, SPEED, OUTPUT = "peak, GB", "step, s", "tokens/s/GPU", "output tokens/s/GPU"
@@ -132,14 +136,15 @@ def shape_of(model: str) -> dict[str, str]:
     """Keys of a model; those without a Hugging Face config have the shape of a Llama with as many parameters."""
     if model.startswith("MPT-"):
         hidden, layers, heads = MPT[model.removeprefix("MPT-")]
-        inner, vocab, tied = round(8 * hidden / 3), 50368, "true"
-    elif model == "Qwen-7B":
-        hidden, layers, heads, inner, vocab, tied = 4096, 32, 32, 11008, 151936, "false"
+        inner, keys, vocab, tied = round(8 * hidden / 3), heads, 50368, "true"
+    elif model in OTHERS:
+        hidden, layers, heads, inner, keys, vocab = OTHERS[model]
+        tied = "false"
     else:
         return {"policy.model_name": model}
     fields = (
         f"{{model_type: llama, hidden_size: {hidden}, intermediate_size: {inner}, num_hidden_layers: {layers}, "
-        f"num_attention_heads: {heads}, num_key_value_heads: {heads}, vocab_size: {vocab}, "
+        f"num_attention_heads: {heads}, num_key_value_heads: {keys}, vocab_size: {vocab}, "
         f"tie_word_embeddings: {tied}}}"
     )
     return {"policy.model_name": "Llama-2-7B", "policy.hf_config_overrides": fields}
@@ -286,7 +291,12 @@ def rows(found: Iterable[tuple[Published, float]]) -> Iterator[tuple[str, ...]]:
 
 def summary(found: Sequence[tuple[Published, float]]) -> Iterator[tuple[str, ...]]:
     """Rows of the table of ratios by kind and look: their geometric mean, the mean miss up or down, and their range."""
-    for look, title in ((1, "looked at early"), (2, "before the changes"), (3, "only after them")):
+    for look, title in (
+        (1, "looked at early"),
+        (2, "before the changes"),
+        (3, "only after them"),
+        (4, "after all of them"),
+    ):
         for unit in (SPEED, STEP, OUTPUT, PEAK):
             ratios = sorted(value / case.value for case, value in found if (case.look, case.unit) == (look, unit))
             if ratios:
@@ -299,10 +309,10 @@ def summary(found: Sequence[tuple[Published, float]]) -> Iterator[tuple[str, ...
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="see that it runs: two cases")
-    parser.add_argument("--all", action="store_true", help="also the figures that were planned only after the changes")
+    parser.add_argument("--all", action="store_true", help="also the figures of look 3")
     chosen = parser.parse_args()
     found = [(case, figure(planned(case), case.unit)) for case in cases()[: 2 if chosen.quick else None]]
-    shown = found if chosen.all else [(case, value) for case, value in found if case.look < 3]
+    shown = found if chosen.all else [(case, value) for case, value in found if case.look != 3]
     print(table(("first planned", "figure", "figures", "mean ratio", "mean miss", "range"), list(summary(found))))
     head = ("case", "figure", "published", "planned", "ratio at first", "planned / published", "source")
     print(f"\n{table(head, list(rows(shown)))}")
