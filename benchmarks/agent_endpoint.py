@@ -34,6 +34,7 @@ import aiohttp
 import numpy as np
 from aiohttp import web
 from measurement import surroundings, table
+from processes import resident_mib
 
 from rl_algos.agents.endpoint import AgentEndpoint
 from rl_algos.agents.session import AgentSession
@@ -159,16 +160,11 @@ async def _obey(pipe: Connection, open_sessions: Any, close_sessions: Any) -> No
     while (asked := await asyncio.to_thread(pipe.recv)) != "end":
         if asked == "usage":
             used = resource.getrusage(resource.RUSAGE_SELF)
-            pipe.send((used.ru_utime + used.ru_stime, _resident_mib()))
+            pipe.send((used.ru_utime + used.ru_stime, resident_mib()))
         elif asked == "close":
             await close_sessions()
         else:
             pipe.send(await open_sessions(asked))
-
-
-def _resident_mib() -> float:
-    with open("/proc/self/statm", encoding="ascii") as file:
-        return int(file.read().split()[1]) * resource.getpagesize() / 2**20
 
 
 async def _serve(pipe: Connection) -> None:
@@ -388,9 +384,9 @@ async def _flooded(pipe: Connection, passes: PassWatch, callbacks: CallbackWatch
         collect_rarely()  # as `AgentProgram` does
         await asyncio.sleep(0.1)  # the pass that has prepared the rollouts is not one of the flood
         passes.worst_s = callbacks.worst_s = 0.0
-        pipe.send(([(address.base_url, address.api_key) for address in addresses], _resident_mib()))
+        pipe.send(([(address.base_url, address.api_key) for address in addresses], resident_mib()))
         await asyncio.to_thread(pipe.recv)
-        pipe.send((passes.worst_s, callbacks.worst_s, _resident_mib(), log.stat().st_size))
+        pipe.send((passes.worst_s, callbacks.worst_s, resident_mib(), log.stat().st_size))
     await endpoint.close()
 
 

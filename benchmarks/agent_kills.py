@@ -28,6 +28,7 @@ from pathlib import Path
 
 import psutil
 from measurement import surroundings, table
+from processes import family
 
 AGENT = """
 import asyncio
@@ -145,24 +146,6 @@ class Training:
             self.kills.append((self.num_steps, kind))
             return True
         return False
-
-
-def family(root: psutil.Process) -> list[psutil.Process]:
-    """Return a process and all that it has started, itself or through a fork server."""
-    found = [root]
-    with suppress(psutil.NoSuchProcess):
-        found += root.children(recursive=True)
-    forks = [process for each in found for fork in forked(each) for process in family(fork)]
-    return list(dict.fromkeys([*found, *forks]))
-
-
-def forked(process: psutil.Process) -> Iterator[psutil.Process]:
-    """Yield processes that a process waits for without being their parent: it has a descriptor of them."""
-    for path in Path(f"/proc/{process.pid}/fdinfo").glob("*"):
-        with suppress(OSError, psutil.NoSuchProcess):
-            facts = dict(line.split(":", 1) for line in path.read_text().splitlines() if ":" in line)
-            if (pid := int(facts.get("Pid", -1))) > 0:
-                yield psutil.Process(pid)
 
 
 def described(process: psutil.Process) -> str:

@@ -29,6 +29,7 @@ from unittest import mock
 
 import psutil
 from measurement import surroundings, table
+from processes import family, num_sockets
 from rich.console import Console
 
 from rl_core.devices import REHEARSAL
@@ -90,8 +91,8 @@ def started(num_nodes: int, per_node: int) -> list[str]:
             assert len(list(logs.glob("*.log"))) == num_nodes * per_node
             gcs = cluster.local_ray().processes[ray_nodes.GCS]
             used = [sum(driver.cpu_times()[:2]) - before, sum(gcs.cpu_times()[:2])]
-            whole = used[0] + sum(sum(each.cpu_times()[:2]) for each in of_ray(driver))
-            held = [connections(driver.pid), connections(gcs.pid)]
+            whole = used[0] + sum(sum(each.cpu_times()[:2]) for each in family(driver)[1:])
+            held = [num_sockets(driver.pid), num_sockets(gcs.pid)]
     seconds = [f"{after - since:.1f}" for since, after in itertools.pairwise(marks)]
     count = num_nodes * per_node
     return [
@@ -104,32 +105,6 @@ def started(num_nodes: int, per_node: int) -> list[str]:
     ]
 
 
-def of_ray(driver: psutil.Process) -> list[psutil.Process]:
-    """Return all processes that have been started here, including the ones that a fork server has forked for a
-    child."""
-    found = driver.children(recursive=True)
-    return [*found, *(fork for each in found for fork in forks(each))]
-
-
-def forks(process: psutil.Process) -> Iterator[psutil.Process]:
-    """Yield processes that a process waits for without being their parent: it has a descriptor of them."""
-    with suppress(OSError):
-        for path in list(Path(f"/proc/{process.pid}/fdinfo").iterdir()):
-            with suppress(OSError, psutil.Error):
-                facts = dict(line.split(":", 1) for line in path.read_text().splitlines() if ":" in line)
-                if (pid := int(facts.get("Pid", -1))) > 0:
-                    yield psutil.Process(pid)
-
-
-def connections(pid: int) -> int:
-    """Return the number of sockets that a process has open."""
-    found = []
-    for path in Path(f"/proc/{pid}/fd").iterdir():
-        with suppress(OSError):
-            found.append(os.readlink(path))
-    return sum(name.startswith("socket:") for name in found)
-
-
 @contextmanager
 def watched(most_gib: float) -> Iterator[list[float]]:
     """End this process and all that it has started if they hold more memory; yield the peak in GiB."""
@@ -137,7 +112,7 @@ def watched(most_gib: float) -> Iterator[list[float]]:
 
     def watch() -> None:
         while not done.wait(WATCH_S):
-            processes, held = of_ray(driver), 0
+            processes, held = family(driver)[1:], 0
             for each in processes:
                 with suppress(psutil.Error):
                     held += each.memory_full_info().pss

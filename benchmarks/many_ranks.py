@@ -20,11 +20,11 @@ import pickle
 import socket
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from measurement import surroundings, table
+from processes import num_sockets
 from rich.console import Console
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
@@ -33,16 +33,6 @@ from rl_core.model import Rendezvous
 from rl_core.torch.training.checkpoint_files import KeptSavePlanner
 from rl_dtensor.config import DTensorConfig
 from rl_dtensor.parallel.mesh import DTensorMesh
-
-
-def open_connections() -> int:
-    """Return the number of sockets that this process has open."""
-    names = (os.readlink(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd") if _is_open(number))
-    return sum(name.startswith("socket:") for name in names)
-
-
-def _is_open(number: str) -> bool:
-    return Path(f"/proc/self/fd/{number}").is_symlink()
 
 
 def join(rank: int, num_ranks: int, port: int, answers: int) -> None:
@@ -57,7 +47,7 @@ def join(rank: int, num_ranks: int, port: int, answers: int) -> None:
     dist.all_reduce(total, group=mesh.group("tp"))
     dist.barrier(group=mesh.control)
     keys = dist.distributed_c10d._get_default_store().num_keys() if rank == 0 else 0
-    os.write(answers, f"{keys} {open_connections()}\n".encode())
+    os.write(answers, f"{keys} {num_sockets(os.getpid())}\n".encode())
     dist.barrier(group=mesh.control)
 
 

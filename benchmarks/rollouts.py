@@ -19,11 +19,11 @@ import tempfile
 import time
 from collections.abc import Sequence
 from multiprocessing.synchronize import Barrier
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from measurement import surroundings, table
+from processes import resident_mib
 
 from rl_algos.rollouts.worker.worker import RolloutWorker, RolloutWorkerSpec
 from rl_algos.tiny_model import make_tiny_model
@@ -135,12 +135,6 @@ async def overhead_ms(bench: Bench, concurrent: int, repeats: int) -> float:
         await bench.baseline(concurrent)
         seconds.append((middle - begin) - (time.process_time() - middle))
     return float(np.median(seconds)) / (concurrent * NUM_TURNS) * 1000
-
-
-def resident_mib() -> float:
-    """Return the resident memory of this process."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * 4096 / 2**20
 
 
 def throughput(folder: str, num_replicas: int, num_batches: int, concurrent: int) -> tuple[float, float]:
