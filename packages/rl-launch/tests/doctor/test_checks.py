@@ -10,10 +10,10 @@ from machines import ENGINE, H200, HERE, NO_UV, TO_BUILD, TO_COMPILE, TRAINER, F
 from rl_core.devices import CUDA, REHEARSAL
 from rl_core.install_command import install_command
 from rl_launch.cluster.process_limit import ProcessLimit
-from rl_launch.doctor.checks import CHECKS
+from rl_launch.doctor.checks import CHECKS, plan
 from rl_launch.doctor.findings import examine
-from rl_launch.doctor.machine import GpuDriver
-from rl_launch.doctor.needs import ModelNeeds
+from rl_launch.doctor.machine import Gpu, GpuDriver
+from rl_launch.doctor.needs import ModelNeeds, needs_of
 from rl_launch.worker_envs.provision import Availability, TorchBuild
 
 ON_GPUS = {"device": CUDA, "ranks_per_node": 2}
@@ -312,3 +312,29 @@ def test_servers_that_do_not_answer_keep_a_recipe_from_running(problems):
     assert (found.status, found.found) == (
         ("missing", problems[0]) if problems else ("ok", "all servers answer, and serve what the run needs")
     )
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "found"),
+    [
+        ("deepscaler-1.5b-8k", (), "training of the policy takes most"),
+        ("ppo-math-1b", (), "training of the critic takes"),
+        ("distill-math", ("teacher.model_name=Qwen/Qwen2.5-72B",), "logprobs of the teacher takes most"),
+        (
+            "grpo-math-32b",
+            ("policy.generation.vllm_cfg.tensor_parallel_size=1",),
+            "raise the engine's tensor_parallel_size",
+        ),
+    ],
+)
+def test_a_plan_that_does_not_fit_the_gpus_here_is_a_warning(recipe, overrides, found):
+    small = FakeMachine(num_gpus=8, gpu_driver=GpuDriver("580.65", "13.0", (Gpu("NVIDIA GeForce RTX 4090", 2**34, 0),)))
+    (seen,) = plan(small, needs_of(recipe, ["cluster.device=cuda", *overrides], num_gpus=8))
+    assert seen.status == "warning"
+    assert found in seen.found
+    assert f"rl plan {recipe} --device rtx4090" in seen.remedy
+
+
+def test_a_plan_is_for_a_common_gpu_if_this_machine_has_none_that_is_known():
+    (seen,) = plan(FakeMachine(), needs_of("grpo-math-8b", (), num_gpus=0))
+    assert (seen.status, seen.found.partition(":")[0]) == ("ok", "grpo-math-8b fits 8 x H100 SXM")
