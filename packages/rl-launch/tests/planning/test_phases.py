@@ -47,6 +47,12 @@ def test_each_pass_of_ppo_takes_its_time():
     assert two.seconds["values"] == one.seconds["values"]
 
 
+def test_a_critic_has_the_updates_of_its_own_batches():
+    one, four = (planned("ppo-math-1b", f"value.train_global_batch_size={rows}") for rows in (512, 128))
+    assert four.seconds["critic_training"] > one.seconds["critic_training"]
+    assert four.seconds["training"] == one.seconds["training"]
+
+
 def test_online_dpo_trains_on_pairs_and_generates_groups():
     best, every = (planned("online-dpo-tiny", f"online_dpo.pairing={pairing}") for pairing in ("best-worst", "all"))
     assert (best.work.num_rows, best.work.num_trained, best.work.updates) == (512, 128, 4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -536,8 +537,12 @@ def _seconds(planned: Plan, plan: RunPlan) -> dict[str, float]:
         for phase, number in role.reads.items():
             found[phase] += number * forward
         if role.trains:
-            step = pass_seconds(rank, work, machines, recomputed=role.recomputed, training=True) * work.passes
-            found[training] = step + optimizer_seconds(rank, work, machines)
+            updates = work.updates
+            if role.role != POLICY:
+                updates = max(1, math.ceil(work.num_rows / rank.model.train_global_batch_size)) * work.passes
+            own = replace(work, updates=updates)
+            step = pass_seconds(rank, own, machines, recomputed=role.recomputed, training=True) * own.passes
+            found[training] = step + optimizer_seconds(rank, own, machines)
         if role.has_turns and planned.device.runs_on_gpus:
             found[next(iter(role.reads), training)] += 2 * rank.memory.kept / machines.accelerator.host_rate
         if role.role == POLICY and engine is not None:

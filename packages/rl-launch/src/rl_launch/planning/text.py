@@ -26,7 +26,7 @@ def duration(seconds: float) -> str:
     """Return seconds in words, such as `35 ms`, `1.2 s` or `12 min`."""
     if seconds < 0.1:
         return f"{1000 * seconds:.2g} ms"
-    if seconds < 120:
+    if seconds < 600:
         return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
@@ -123,7 +123,7 @@ def lines(plan: Plan, *, price: float | None, change: Change | None, took: Took 
 
     def row(phase: str, planned: str) -> str:
         shown = f" {duration(measured[phase]) if phase in measured else '':>8}" if measured else ""
-        return f"  {phase:<30} {planned:>8}{shown}"
+        return f"  {phase:<30} {planned:>8}{shown}".rstrip()
 
     for phase, seconds in plan.seconds.items():
         yield row(phase, duration(seconds)) + _factor(plan, plan.factors.of(phase))
