@@ -13,7 +13,7 @@ from rl_launch.doctor.machine import gpu_names
 from rl_launch.monitoring.quantities import ALL_GPUS
 from rl_launch.planning.accelerators import accelerator_of
 from rl_launch.planning.changes import Change, Planner, fastest, smallest_change
-from rl_launch.planning.learned import Took, learn, learned, measured_lengths
+from rl_launch.planning.learned import TIME, Took, learn, learned, measured_lengths
 from rl_launch.planning.plan import Plan, device_of, plan_run
 from rl_launch.planning.workload import Lengths, Workload
 from rl_launch.recipes import source_name
@@ -82,7 +82,8 @@ def plan_recipe(
         raise ConfigError("Name a recipe, such as grpo-math-1b, or a run with --from RUN. rl recipes lists the recipes")
     source, given = recipe or run, lengths
     folder = RunFolder(Path(run or recipe).expanduser()) if run or is_run(Path(recipe).expanduser()) else None
-    rows = [] if folder is None else folder.metrics()
+    # A validation at the start has a row without a step.
+    rows = [] if folder is None else [row for row in folder.metrics() if f"{TIME}step" in row]
     if run and not rows:
         raise ConfigError(f"--from {run}: no step of this run has ended yet. Wait for one, or remove --from")
     if folder is not None and rows:
