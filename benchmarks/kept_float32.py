@@ -364,13 +364,18 @@ def run(family: str) -> dict[str, Any]:
     """Run the check in its own process, with the first engine that serves the family."""
     problems = []
     for served_by in ENGINES:
-        command = [sys.executable, __file__, "--work", family, served_by]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        answers = [line for line in done.stdout.splitlines() if line.startswith("answer ")]
-        if answers:
-            return {**json.loads(answers[-1].removeprefix("answer ")), "problems": problems}
-        problems.append(f"{served_by}: {one_line(done.stderr, 300)}")
+        found = answer_of(__file__, family, served_by)
+        if not isinstance(found, str):
+            return {**found, "problems": problems}
+        problems.append(f"{served_by}: {found}")
     return {"family": family, "problems": problems}
+
+
+def answer_of(script: str, *work: str) -> dict[str, Any] | str:
+    """Return the answer of a script's `--work` in its own process, or the end of its messages if it has none."""
+    done = subprocess.run([sys.executable, script, "--work", *work], capture_output=True, text=True, check=False)
+    answers = [line for line in done.stdout.splitlines() if line.startswith("answer ")]
+    return dict(json.loads(answers[-1].removeprefix("answer "))) if answers else one_line(done.stderr, 300)
 
 
 def page(results: Sequence[dict[str, Any]], failed: Sequence[dict[str, Any]]) -> str:

@@ -17,7 +17,6 @@ import argparse
 import itertools
 import os
 import pickle
-import socket
 import time
 from collections.abc import Callable
 
@@ -30,6 +29,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from rl_core.model import Rendezvous
+from rl_core.selfcheck.rank_pool import free_port
 from rl_core.torch.training.checkpoint_files import KeptSavePlanner
 from rl_dtensor.config import DTensorConfig
 from rl_dtensor.parallel.mesh import DTensorMesh
@@ -54,9 +54,7 @@ def join(rank: int, num_ranks: int, port: int, answers: int) -> None:
 def started(num_ranks: int) -> tuple[float, float, int, int]:
     """Return the seconds of the start, processor seconds of all ranks, keys of the store, and connections of the
     busiest rank."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     reading, writing = os.pipe()
     begun, before = time.monotonic(), _children_seconds()
     children = []

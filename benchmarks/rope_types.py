@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -25,7 +23,7 @@ from typing import Any
 
 import numpy as np
 from families import engine
-from kept_float32 import TOLERANCE, Trained, off, rows, served, train
+from kept_float32 import TOLERANCE, Trained, answer_of, off, rows, served, train
 from served_models import STATED, SYNC_SIZES, one_line, write_served
 
 PAGE_PATH = Path(__file__).parent / "results" / "rope_types.md"
@@ -218,12 +216,8 @@ def check(name: str) -> dict[str, Any]:
 
 def run(name: str) -> dict[str, Any]:
     """Return the result of a case, checked in its own process."""
-    command = [sys.executable, __file__, "--work", name]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    answers = [line for line in done.stdout.splitlines() if line.startswith("answer ")]
-    if answers:
-        return dict(json.loads(answers[-1].removeprefix("answer ")))
-    return {"name": name, "problem": one_line(done.stderr, 300)}
+    found = answer_of(__file__, name)
+    return {"name": name, "problem": found} if isinstance(found, str) else found
 
 
 def page(results: Sequence[Mapping[str, Any]]) -> str:

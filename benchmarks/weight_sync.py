@@ -30,7 +30,6 @@ from __future__ import annotations
 import argparse
 import math
 import multiprocessing
-import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -47,6 +46,7 @@ import torch.distributed as dist
 from measurement import seconds, surroundings, table
 
 from rl_core.devices import CPU, CUDA, Device
+from rl_core.selfcheck.rank_pool import free_port
 from rl_core.torch.transport import ReceivingEnd, SendingEnd
 from rl_core.torch.transport.bucket import Parts, Region, lay_out
 from rl_core.torch.transport.digest import digest
@@ -545,12 +545,6 @@ def best(work: Callable[[], object], device: Device, repeats: int) -> float:
             torch.cuda.synchronize()
         taken.append(time.perf_counter() - started)
     return min(taken)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
 
 
 if __name__ == "__main__":

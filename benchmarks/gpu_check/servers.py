@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -28,6 +27,7 @@ from rl_algos.torch.server_generator import ServerGenerator
 from rl_core.devices import CPU
 from rl_core.model_config import GenerationConfig
 from rl_core.rollouts.generation import GenerationRequest, Placement, SamplingParams
+from rl_core.selfcheck.rank_pool import free_port
 from rl_core.torch.transport import open_sender
 from rl_core.weights import Manifest, TensorSpec, Transport
 
@@ -62,9 +62,7 @@ def check(setup: Setup, report: Report) -> None:
 @asynccontextmanager
 async def _server(engine: str, folder: Path) -> AsyncIterator[str]:
     """Yield the address of a server that has been started."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     arguments = [each.format(folder=folder) for each in COMMANDS[engine]]
     command = [sys.executable, "-m", *arguments, "--host", "127.0.0.1", "--port", str(port)]
     variables = {**os.environ, "VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
