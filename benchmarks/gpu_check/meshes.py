@@ -5,7 +5,6 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 
 from gpu_check.report import Report
+from gpu_check.runner import is_importable
 from gpu_check.setup import Setup
 from rl_core.plugins import MeshCase
 from rl_core.selfcheck.pooled_model import PooledModel
@@ -58,7 +58,7 @@ def check(setup: Setup, report: Report) -> None:
     if setup.num_gpus < 2:
         report.skip("meshes", "they need several GPUs: --gpus 2")
         return
-    found = {module: load for module, load in BACKENDS.items() if _is_importable(module)}
+    found = {module: load for module, load in BACKENDS.items() if is_importable(module)}
     preload(*found)
     with RankPool(setup.num_gpus, device=setup.device) as pool:
         for module in BACKENDS:
@@ -155,13 +155,6 @@ def megatron() -> Backend:
         Kind(ROUTED, "tp2+sp x ep2"),
     )
     return Backend("rl_megatron", LAYOUTS, CHECK, write_tiny, kinds)
-
-
-def _is_importable(name: str) -> bool:
-    try:
-        return find_spec(name) is not None
-    except ModuleNotFoundError:
-        return False
 
 
 BACKENDS: Mapping[str, Callable[[], Backend]] = {"rl_dtensor.worker": dtensor, "rl_megatron.worker": megatron}

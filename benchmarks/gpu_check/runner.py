@@ -239,7 +239,7 @@ def _serve(pipe: Connection, setup: Setup, stacks: Path, num_gpus: int) -> None:
 
 
 def _run(section: Section, setup: Setup, emit: Callable[[Entry], None]) -> None:
-    missing = [name for name in section.needs if not _is_importable(name)]
+    missing = [name for name in section.needs if not is_importable(name)]
     if missing:
         emit(Finding(WHOLE, "", "skipped", f"{', '.join(missing)} cannot be imported"))
         return
@@ -251,7 +251,8 @@ def _run(section: Section, setup: Setup, emit: Callable[[Entry], None]) -> None:
         emit(failure_of(WHOLE, error))
 
 
-def _is_importable(name: str) -> bool:
+def is_importable(name: str) -> bool:
+    """Return whether a module is installed, and the packages that it is in."""
     try:
         return importlib.util.find_spec(name) is not None
     except ModuleNotFoundError:

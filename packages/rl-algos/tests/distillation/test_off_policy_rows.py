@@ -1,6 +1,7 @@
 """Rollouts that older weights sampled, and given responses among the rollouts."""
 
 import dataclasses
+from functools import partial
 from itertools import product
 
 import numpy as np
@@ -10,7 +11,7 @@ from rollouts_builder import make_prompt, make_rollout, make_split_rollout
 from test_distillation_plugin import config, problems
 from torch_model import TorchModel
 
-from rl_algos.distillation.algorithm import StateWeights, train
+from rl_algos.distillation.algorithm import train, with_state_weights
 from rl_algos.distillation.config import DistillationConfig
 from rl_algos.distillation.plugin import OFFLINE, PLUGIN
 from rl_algos.distillation.teachers import Teachers
@@ -111,8 +112,8 @@ def test_given_responses_have_the_weight_1_and_segments_continue_one_another():
     settings = DistillationConfig(on_policy_share=0.5, rewritten_history="split", rollout_program="m.py:P")
     batch = build_batch([group], settings)
     policy = FakeModel()
-    weights = StateWeights(ImportanceCorrection(level="sequence"), temperature=0.5)
-    found, metrics = weights.added(batch, policy)
+    correction = ImportanceCorrection(level="sequence")
+    found, metrics = with_state_weights(batch, policy, correction=correction, temperature=0.5)
     prev = policy.infer(batch, [LOGPROBS], temperature=0.5).ragged("logprobs")
     d = [(prev[row] + 0.5)[batch.ragged("loss_mask")[row] > 0] for row in (0, 1)]
     products = np.exp(np.cumsum([0.0, *d[0], *d[1]]))
@@ -150,7 +151,7 @@ def test_a_step_learns_sampled_and_given_responses_from_the_same_teacher():
         teachers=Teachers({"teacher": teacher}, [topk(5)], temperature=1.0),
         steps=steps,
         rows_per_minibatch=4,
-        weights=StateWeights(correction, 1.0),
+        weights=partial(with_state_weights, correction=correction, temperature=1.0),
     )
     (batch,) = [batch for name, batch in student.calls if name == "train_step"]
     assert batch.array(DEMONSTRATION).tolist() == [1, 0, 1, 0]

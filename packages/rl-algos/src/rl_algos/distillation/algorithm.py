@@ -4,7 +4,7 @@ and checks of the teachers, which must agree with the student on its tokens."""
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
@@ -175,7 +175,7 @@ class Distillation(RolloutAlgorithm[RolloutsRoot]):
         generation, weights = config.policy.generation, None
         validated = loss
         if isinstance(loss, LossOfDivergences) and loss.importance is not None:
-            weights = StateWeights(loss.importance, generation.temperature)
+            weights = partial(with_state_weights, correction=loss.importance, temperature=generation.temperature)
             validated = replace(loss, importance=None)
         sampling = validation_sampling(generation, data.stop_token_ids)
         validation = DistillationValidation(policy, teachers, validated, data.validation, sampling, settings)
@@ -373,7 +373,7 @@ def train(
     teachers: RolloutTeacher,
     steps: RolloutSteps,
     rows_per_minibatch: int,
-    weights: StateWeights | None = None,
+    weights: Callable[[Batch, Model], tuple[Batch, dict[str, float]]] | None = None,
 ) -> None:
     """Train the student for `config.max_num_steps` steps, or until the data or the run ends.
 
@@ -386,7 +386,8 @@ def train(
         teachers: Teachers that score the rollouts.
         steps: Rollouts of each step, weight sync, validation and checkpoints.
         rows_per_minibatch: Rollouts of one optimizer step.
-        weights: Importance weights that the loss reads; None for none.
+        weights: Function that adds the importance weights that the loss reads to a batch (`with_state_weights`), and
+            returns their metrics; None for none.
     """
     run, agents = steps.run, learning_agents(config)
     watch = AgentWatch(config.section, agents)
@@ -396,7 +397,7 @@ def train(
             batch = teachers.scored(trained_batch(build_batch(groups, config), groups, agents), groups)
         if weights is not None:
             with run.phase("logprobs"):
-                batch, of_weights = weights.added(batch, policy)
+                batch, of_weights = weights(batch, policy)
             run.record(step, of_weights)
         with run.phase("training"):
             updates = [policy.train_step(minibatch, loss) for minibatch in minibatches(batch, rows_per_minibatch)]
@@ -407,39 +408,33 @@ def train(
         run.record_rollouts(step, groups, np.zeros(0), batch=batch)
 
 
-@dataclass(frozen=True)
-class StateWeights:
-    """Importance weights of rollouts that run ahead of training.
+def with_state_weights(
+    batch: Batch, policy: Model, *, correction: ImportanceCorrection, temperature: float
+) -> tuple[Batch, dict[str, float]]:
+    """Return the batch with the column `STATE_WEIGHTS`, importance weights of rollouts that run ahead of training, and
+    the metrics of the ratios of sampled tokens.
+
+    The ratio is of the policy as it is to the weights that sampled; given responses have the weight 1.
 
     Args:
-        correction: Their truncation, bounds and level.
+        batch: Batch with `generation_logprobs`.
+        policy: The student.
+        correction: Truncation, bounds and level of the weights.
         temperature: Sampling temperature, which the logprobs of the engine have.
     """
-
-    correction: ImportanceCorrection
-    temperature: float
-
-    def added(self, batch: Batch, policy: Model) -> tuple[Batch, dict[str, float]]:
-        """Return the batch with the column `STATE_WEIGHTS`, and the metrics of the ratios of sampled tokens. The ratio
-        is of the policy as it is to the weights that sampled; given responses have the weight 1."""
-        prev = policy.infer(batch, [LOGPROBS], temperature=self.temperature).ragged("logprobs")
-        sampled = without_demonstrations(batch.with_columns({"prev_logprobs": prev}))
-        if ROLLOUT in batch:
-            sampled = sampled.with_columns({PAIR: batch.array(ROLLOUT)})
-        is_sampled = sampled.ragged(LOSS_MASK).values > 0
-        found = importance_weights(self.correction, sampled, of_states=True).values
-        weights = np.where(is_sampled, found, 1.0).astype(np.float32)
-        d = prev.values[is_sampled].astype(np.float64) - batch.ragged(GENERATION_LOGPROBS).values[is_sampled]
-        ratios = np.exp(np.clip(d, -LOG_RATIO_BOUND, LOG_RATIO_BOUND))
-        metrics = (
-            {
-                "mismatch/weight": ratios.mean(),
-                "mismatch/effective_sample_size": ratios.mean() ** 2 / np.square(ratios).mean(),
-            }
-            if len(ratios)
-            else {}
-        )
-        return batch.with_columns({STATE_WEIGHTS: prev.like(weights)}), metrics
+    prev = policy.infer(batch, [LOGPROBS], temperature=temperature).ragged("logprobs")
+    sampled = without_demonstrations(batch.with_columns({"prev_logprobs": prev}))
+    if ROLLOUT in batch:
+        sampled = sampled.with_columns({PAIR: batch.array(ROLLOUT)})
+    is_sampled = sampled.ragged(LOSS_MASK).values > 0
+    found = importance_weights(correction, sampled, of_states=True).values
+    batch = batch.with_columns({STATE_WEIGHTS: prev.like(np.where(is_sampled, found, 1.0).astype(np.float32))})
+    d = prev.values[is_sampled].astype(np.float64) - batch.ragged(GENERATION_LOGPROBS).values[is_sampled]
+    ratios = np.exp(np.clip(d, -LOG_RATIO_BOUND, LOG_RATIO_BOUND))
+    if not len(ratios):
+        return batch, {}
+    size = ratios.mean() ** 2 / np.square(ratios).mean()
+    return batch, {"mismatch/weight": ratios.mean(), "mismatch/effective_sample_size": size}
 
 
 class DistillationValidation(Validation):
