@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean
 from typing import NamedTuple
 
 from rl_algos.rollouts.worker.programs import POLICY
@@ -38,23 +39,12 @@ class Compaction(NamedTuple):
         return [{**message, "content": text} for message, text in zip(observation, texts, strict=True)]
 
 
-class CompactionReport:
-    """Counts the compactions of a rollout, and the tokens before and after them."""
-
-    def __init__(self) -> None:
-        self.before: list[int] = []
-        self.after: list[int] = []
-
-    def info(self) -> Mapping[str, float]:
-        """Return the entries of `Rollout.info`."""
-        count = len(self.before)
-        if not count:
-            return {"compaction/count": 0.0}
-        means = {
-            "compaction/tokens_before": sum(self.before) / count,
-            "compaction/tokens_after": sum(self.after) / count,
-        }
-        return {"compaction/count": float(count), **means}
+def compaction_info(sizes: Sequence[tuple[int, int]]) -> Mapping[str, float]:
+    """Return the entries of `Rollout.info` for compactions, from the numbers of tokens before and after each."""
+    if not sizes:
+        return {"compaction/count": 0.0}
+    before, after = map(fmean, zip(*sizes, strict=True))
+    return {"compaction/count": float(len(sizes)), "compaction/tokens_before": before, "compaction/tokens_after": after}
 
 
 def recent_turns(

@@ -12,7 +12,7 @@ import numpy as np
 
 from rl_algos.rollouts.config import StructuredOutput
 from rl_algos.rollouts.training.metrics import ignored_info
-from rl_algos.rollouts.worker.compaction import Compaction, CompactionReport, recent_turns
+from rl_algos.rollouts.worker.compaction import Compaction, compaction_info, recent_turns
 from rl_algos.rollouts.worker.programs import POLICY, RECENT
 from rl_algos.rollouts.worker.transcript import Transcript
 from rl_core.images import image_digests
@@ -82,7 +82,7 @@ class Seat:
         # After a compaction, the policy sees these messages in the place of as many as `_num_replaced`.
         self._replacing: list[Message] = []
         self._num_replaced = 0
-        self._compactions = CompactionReport()
+        self._compactions: list[tuple[int, int]] = []
         self._transcript = Transcript(prompt, tokens, images=image_digests(messages))
         self._sampling = client.sampling
         self._form, self._ignores_form = _form_of(prompt, limits.structured_output)
@@ -204,7 +204,7 @@ class Seat:
             self._end_turn(None)
         rollout = self._transcript.rollout(truncated=self._is_truncated)
         if self._limits.compaction is not None:
-            rollout = dataclasses.replace(rollout, info={**rollout.info, **self._compactions.info()})
+            rollout = dataclasses.replace(rollout, info={**rollout.info, **compaction_info(self._compactions)})
         if self._ignores_form:
             rollout = dataclasses.replace(rollout, info={**rollout.info, **ignored_info([RESPONSE_FORMAT])})
         return dataclasses.replace(rollout, agent=self.agent) if self.agent else rollout
@@ -295,8 +295,7 @@ class Seat:
         if len(tokens) >= self._limits.max_tokens:
             self._is_truncated = True
             return False
-        self._compactions.before.append(num_tokens)
-        self._compactions.after.append(len(tokens))
+        self._compactions.append((num_tokens, len(tokens)))
         self._transcript.begin(tokens, image_digests(self._context))
         return True
 
