@@ -39,6 +39,9 @@ IMAGES = "images"
 """Pixels and features of images, and what their tower keeps if it trains."""
 OF_OTHERS = (CONTEXTS, GAPS_BETWEEN, ENGINE_WEIGHTS)
 """Parts of a device that are not tensors of the process that computes."""
+RANK_PROCESS, ENGINE_PROCESS, NODE_PROCESSES = 0.28e9, 0.53e9, 0.53e9
+"""Bytes of host memory of the process of a rank, of the process of an engine, and of the driver and Ray on a node, in
+addition to tensors. They were measured on a CPU; libraries of CUDA are not among them."""
 PENDING_PARTS = 2
 """Buckets of a weight sync that are on their way at one time."""
 

@@ -36,10 +36,13 @@ from rl_launch.planning.memory import (
     COMMUNICATORS,
     CONTEXT,
     CONTEXTS,
+    ENGINE_PROCESS,
     ENGINE_WEIGHTS,
     GAPS,
     GAPS_BETWEEN,
+    NODE_PROCESSES,
     PENDING_PARTS,
+    RANK_PROCESS,
     EngineRank,
     Recomputed,
     TrainingRank,
@@ -133,7 +136,7 @@ class Plan:
         work: Rows of a step.
         usages: Memory by role and phase.
         seconds: Seconds of a step by phase, with the factors.
-        host_bytes: Host memory of a node.
+        host: Host memory of a node, by what takes it.
         checkpoint_bytes: Bytes of a checkpoint with its Hugging Face files.
         num_checkpoints: Checkpoints at a time; None if all are kept.
         factors: What earlier runs taught.
@@ -149,11 +152,16 @@ class Plan:
     work: Workload
     usages: tuple[Usage, ...]
     seconds: Mapping[str, float]
-    host_bytes: float
+    host: Mapping[str, float]
     checkpoint_bytes: float
     num_checkpoints: int | None
     factors: Factors
     problems: tuple[str, ...]
+
+    @property
+    def host_bytes(self) -> float:
+        """Host memory of a node."""
+        return sum(self.host.values())
 
     @property
     def capacity(self) -> float | None:
@@ -251,6 +259,7 @@ def plan_run(
     topology = plan.backends.topology(cluster.num_nodes, ranks_per_node, device)
     machines = Machines(accelerator, ranks_per_node, _launch_seconds(accelerator))
     work = Workload.of(plan, lengths or Lengths())
+    work = replace(work, assumptions=(*work.assumptions, *_of_images(plan.config.policy)))
     engine = _engine(plan, topology, device)
     roles, usages = [], []
     for role, model in plan.backends.models.items():
@@ -271,7 +280,7 @@ def plan_run(
         work=work,
         usages=tuple(usages),
         seconds={},
-        host_bytes=_host_bytes(roles, topology, device, saves_later=plan.config.checkpointing.async_save),
+        host=_host(roles, usages, engine, topology, device, saves_later=plan.config.checkpointing.async_save),
         checkpoint_bytes=sum(checkpoint_bytes(role.rank) for role in roles if role.rank is not None and role.trains),
         num_checkpoints=num_checkpoints(plan),
         factors=factors,
@@ -463,22 +472,55 @@ def _engine(plan: RunPlan, topology: Topology, device: Device) -> EngineRank | N
     return EngineRank(layout, shape, size, is_shared)
 
 
-def _host_bytes(roles: list[RolePlan], topology: Topology, device: Device, *, saves_later: bool) -> float:
-    """Return the host memory of a node: models that wait, references, offloaded parameters, and copies that are
-    written later; on the CPU all of it."""
-    total = 0.0
+def _of_images(model: ModelConfig) -> tuple[str, ...]:
+    """Return what is assumed of images, as sentences."""
+    if not model.vision.enabled:
+        return ()
+    vision = vision_of(model)
+    if vision is None:
+        return ("images are not counted, because the vision tower is not known here",)
+    longest = model.max_total_sequence_length
+    tokens = vision.tokens(model, longest)
+    return (f"up to {tokens:,.0f} of the {longest:,} tokens of a row are of images (vision.max_pixels, max_images)",)
+
+
+def _host(
+    roles: list[RolePlan],
+    usages: Iterable[Usage],
+    engine: EngineRank | None,
+    topology: Topology,
+    device: Device,
+    *,
+    saves_later: bool,
+) -> dict[str, float]:
+    """Return the host memory of a node, by what takes it: models that wait, references and offloaded parameters, copies
+    that are written later, and processes; on the CPU also what is on devices otherwise, all roles together."""
+    models = copies = steps = 0.0
+    nodes = topology.num_nodes if device.is_logical else 1
+    engines = 0 if engine is None else topology.num_replicas * engine.layout.num_ranks * nodes / topology.num_nodes
+    ranks = sum(role.ranks_per_node for role in roles) * nodes
     for role in roles:
         if role.rank is None:
             continue
-        memory = role.rank.memory
+        memory, here = role.rank.memory, role.ranks_per_node * nodes
         each = memory.host + (memory.weights if role.keeps_reference else 0.0)
         if device.runs_on_gpus:
             each += memory.kept if role.has_turns else 0.0
         else:
             each += memory.device
-        each += role.rank.copied if saves_later and role.trains else 0.0
-        total += each * role.ranks_per_node * (topology.num_nodes if device.is_logical else 1)
-    return total
+            taken = max((usage.total for usage in usages if usage.role == role.role), default=0.0)
+            steps += max(0.0, taken - memory.device) * here
+        models += each * here
+        copies += role.rank.copied * here if saves_later and role.trains else 0.0
+    generating = [usage.total for usage in usages if usage.role == GENERATION and not device.runs_on_gpus]
+    found = {
+        "models": models,
+        "copies of a save": copies,
+        "a step's activations": steps,
+        "engines": sum(generating) * engines,
+        "processes": NODE_PROCESSES + RANK_PROCESS * ranks + ENGINE_PROCESS * engines,
+    }
+    return {name: size for name, size in found.items() if size}
 
 
 def checkpoint_bytes(rank: TrainingRank) -> float:

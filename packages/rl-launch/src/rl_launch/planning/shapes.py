@@ -225,8 +225,9 @@ class Shape:
                 # Rows are attended one by one and joined. Gates add a constant first.
                 within += width + q
                 if layout.context > 1:
-                    # Keys and values of all context-parallel ranks stay in place of the rank's own.
-                    within += 2 * layout.context * k - (2 * k + v)
+                    # Keys and values of all context-parallel ranks stay in place of the rank's own. Norms that do not
+                    # cast keep what they are given.
+                    within += 2 * layout.context * k - (k if self.normed and itemsize == WIDE_BYTES else 2 * k + v)
         if layout.splits_tokens and not layout.joins_projections:
             # Gathered inputs of both blocks stay. Megatron gathers them again in the backward pass.
             between += 2 * h * (layout.tensor - 1)

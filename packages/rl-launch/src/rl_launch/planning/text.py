@@ -110,6 +110,8 @@ def lines(plan: Plan, *, price: float | None, change: Change | None, took: Took 
         for name, taken in usage.device.items():
             yield f"    {name:<28} {taken / 1e9:>8,.3g}"
     yield f"  {'host memory of a node':<30} {plan.host_bytes / 1e9:>8,.3g}"
+    for name, taken in plan.host.items():
+        yield f"    {name:<28} {taken / 1e9:>8,.3g}"
     if plan.checkpoint_bytes and plan.num_checkpoints != 0:
         count = plan.num_checkpoints
         kept = "all are kept" if count is None else f"up to {count} at a time, {size(plan.checkpoint_bytes * count)}"
