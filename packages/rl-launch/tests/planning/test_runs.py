@@ -99,6 +99,19 @@ def test_lengths_that_no_row_has_are_refused(recipe, lengths, message):
         answer(recipe, lengths=lengths)
 
 
+def test_an_evaluation_has_memory_and_no_step(tmp_path):
+    path = tmp_path / "scored.yaml"
+    policy = "policy: {model_name: Qwen/Qwen2.5-32B, max_total_sequence_length: 4096, generation: {max_new_tokens: 64}}"
+    cluster = "cluster: {device: cuda, gpus_per_node: 8}"
+    path.write_text(f"algorithm: evaluation\n{policy}\neval: {{tasks: [math_500]}}\n{cluster}\n")
+    found = answer(str(path), device="l4")
+    assert found.plan.fits is False
+    assert found.plan.seconds == {}
+    assert found.change.overrides == "policy.generation.vllm_cfg.tensor_parallel_size=4"
+    with pytest.raises(ConfigError, match="--search: evaluation trains no model"):
+        plan_recipe(str(path), (), device="l4", lengths=Lengths(), searches=True)
+
+
 def test_a_layout_that_the_ranks_of_a_device_do_not_have_is_refused():
     with pytest.raises(ConfigError, match=r"tensor_parallel_size=2 needs .* cluster.cpu_ranks_per_node"):
         answer("dpo-helpsteer3", device="cpu")

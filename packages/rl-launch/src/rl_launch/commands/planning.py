@@ -17,6 +17,7 @@ from rl_launch.planning.learned import TIME, Took, learn, learned, measured_leng
 from rl_launch.planning.plan import Plan, device_of, plan_run
 from rl_launch.planning.workload import Lengths, Workload
 from rl_launch.recipes import source_name
+from rl_launch.root_config import POLICY
 from rl_launch.run_config.plan import RunPlan
 from rl_launch.run_config.reading import read_plan
 from rl_launch.run_session.directory.run_folder import RunFolder, is_run
@@ -90,6 +91,8 @@ def plan_recipe(
         lengths = _of_run(rows, Workload.of(read_plan(folder.path), given), given)
     read = read_plan(source, overrides)
     _check_lengths(given, Workload.of(read, given))
+    if searches and POLICY not in read.backends.models:
+        raise ConfigError(f"--search: {read.plugin.name} trains no model, so there is no layout to search. Remove it")
     gpus = () if device else gpu_names()
     accelerator, kind = device_of(read, device, gpus)
     planner = partial(plan_run, name=source_name(source), accelerator=accelerator, device=kind, lengths=lengths)

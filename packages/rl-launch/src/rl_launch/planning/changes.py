@@ -229,7 +229,7 @@ def _split(model: ModelBackend, axis: str, key: str, size: int) -> dict[str, Any
 
 
 def _has_experts(run: RunPlan) -> bool:
-    return bool(num_experts_of(fields_of(run.backends.models[POLICY].config)[0]))
+    return bool(num_experts_of(fields_of(run.config.policy)[0]))
 
 
 def _backend_key(model: ModelBackend, name: str) -> str:

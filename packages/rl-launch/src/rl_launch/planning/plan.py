@@ -566,7 +566,8 @@ def _problems(
 
 def _seconds(planned: Plan, plan: RunPlan) -> dict[str, float]:
     machines, engine, topology = planned.machines, planned.engine, planned.topology
-    if any(role.rank is None or role.rank.shape is None for role in planned.roles):
+    # An evaluation has no steps.
+    if not planned.roles or any(role.rank is None or role.rank.shape is None for role in planned.roles):
         return {}
     work, found = planned.work.trained, dict.fromkeys(ORDER, 0.0)
     if engine is not None:

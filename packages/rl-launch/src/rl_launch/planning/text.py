@@ -84,7 +84,8 @@ def lines(plan: Plan, *, price: float | None, change: Change | None, took: Took 
         else:
             cost = f" ({change.remark})" if change.remark else ""
             yield f"The smallest change that fits{cost}: {change.overrides}"
-            yield f"  a step then takes {duration(change.plan.step_seconds)}"
+            if change.plan.seconds:
+                yield f"  a step then takes {duration(change.plan.step_seconds)}"
     yield ""
     for role in plan.roles:
         if role.rank is not None:
