@@ -30,5 +30,8 @@ def test_a_finished_run_with_rollouts_teaches_its_times_and_is_simulated(quickst
     )
     steps = [row for row in rows if row["step"]]
     assert all(row["memory/policy/training_gib"] > 0 and row["plan/step"] > 0 for row in steps)
-    cases = [line for line in found.further if "staleness" in line or "synchronous" in line]
-    assert len(cases) >= 5
+    # What the run took is shown next to its plan.
+    assert found.took.seconds["training"] == measured_seconds(rows)["training"]
+    assert found.took.memory["policy", "training"] > 0
+    assert found.simulation.problem == ""
+    assert len(found.simulation.cases) >= 5

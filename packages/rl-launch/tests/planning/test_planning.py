@@ -290,6 +290,8 @@ def test_lengths_of_a_run_are_those_of_its_metrics():
     assert found == (150.0, 300.0, 900.0)
     assert planned("grpo-math-8b", lengths=found).work.longest == 900
     assert measured_lengths([{"train/num_tokens": 64.0 * rows}], plan.work) == (None, 64.0, None)
+    # A validation at the start is no step.
+    assert measured_lengths([{"step": 0}, {**first, "step": 1}, {**first, "step": 2}, row], plan.work) == found
 
 
 def test_steps_record_the_plan_and_the_memory_of_phases(tmp_path, monkeypatch):

@@ -45,7 +45,7 @@ def measured_seconds(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     Args:
         rows: Metrics of its steps.
     """
-    counted = rows[SKIPPED:] or rows
+    counted = _counted(rows)
     names = {name for row in counted for name in row if name.startswith(TIME)}
     found = {name: _values(counted, name) for name in sorted(names)}
     return {name.removeprefix(TIME): median(values) for name, values in found.items() if values}
@@ -82,7 +82,7 @@ def measured_lengths(rows: Sequence[Mapping[str, Any]], work: Workload) -> Lengt
         rows: Metrics of its steps.
         work: Rows of a step.
     """
-    counted = rows[SKIPPED:] or rows
+    counted = _counted(rows)
 
     def mean_of(name: str) -> float | None:
         values = _values(counted, name)
@@ -94,6 +94,12 @@ def measured_lengths(rows: Sequence[Mapping[str, Any]], work: Workload) -> Lengt
     if completion is None:
         return Lengths(None, row)
     return Lengths(None if row is None else max(1.0, row - completion), completion, longest)
+
+
+def _counted(rows: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    # Row 0 is that of a validation at the start.
+    steps = [row for row in rows if row.get("step") != 0]
+    return steps[SKIPPED:] or steps
 
 
 def _values(rows: Sequence[Mapping[str, Any]], name: str) -> list[float]:
