@@ -1,10 +1,10 @@
-"""How far the tiny GRPO recipe learns from rollouts that are so many steps old, beside the synchronous run.
+"""Learning of the tiny GRPO recipe from rollouts of several ages, next to the synchronous run.
 
     python benchmarks/async_learning.py [--only NAME ...] [--seeds 1 2 3] [--jobs 2] [--png FILE]
 
 Every run has the same settings except the age: greedy accuracy on held-out sums after 48 steps of four updates, from
 one warmed-up model. Generation has a process of its own. A rollout begins as early as the bound allows, so most tokens
-are as old as it is. Runs are made, kept and gone on with as those of `learning.py` are.
+are as old as it is. Runs are made, kept and resumed as in `learning.py`.
 
 Two cases at the largest age show what the importance correction is for. The config refuses a loss without one; bounding
 every weight from below and above by 1 asks for it. `mismatch/effective_sample_size` and `policy/behavior_ratio` are

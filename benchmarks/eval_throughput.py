@@ -1,11 +1,12 @@
-"""Prompts per second of `rl eval`, beside calling its engine directly in a process of its own.
+"""Prompts per second of `rl eval`, next to direct calls of its engine in a separate process.
 
     uv run benchmarks/eval_throughput.py [--generator vllm|hf|scripted] [--prompts 2000] [--tokens 256]
 
 Both serve the same requests with the same seeds after a warm-up, and neither counts the start of the engine. `rl eval`
-also decodes, scores every completion by its environment and writes it. The scripted engine answers after a fixed time,
-so many requests at a time, and takes no processor: what is left of its rate is the overhead of everything else. Of a
-real engine on a CPU this overhead takes the same cores, per sample and not per token: fewer tokens show more of it.
+also decodes, scores every completion by its environment and writes it. The scripted engine answers a number of
+requests at a time after a fixed time and takes no processor, so the difference from its rate is the overhead of
+everything else. With a real engine on a CPU this overhead takes the same cores, per sample and not per token: fewer
+tokens show more of it.
 """
 
 from __future__ import annotations

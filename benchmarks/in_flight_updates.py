@@ -1,12 +1,12 @@
-"""Weight updates of requests in flight: whether every token's logprob is that of its weight version, and whether memory
-stays flat.
+"""Weight updates of requests in flight: every token must have the logprob of its weight version, and memory stay flat.
 
     python benchmarks/in_flight_updates.py [--updates 100] [--generator vllm|hf]
 
 The policy, a replica on a device of its own, the pool and weight sync are the product's own, on the CPU and with a tiny
 model in float32. The policy steps on finished rollouts, and each step's weights reach the replica while completions are
-under way, which go on with them. Every version is saved. Afterwards the policy loads each version again and computes
-the logprobs of all tokens that were sampled with it, and of those that the version before sampled, as a control.
+in progress, which continue with them. Every version is saved. Afterwards the policy loads each version again and
+computes the logprobs of all tokens that were sampled with it, and of the tokens that the version before sampled, as a
+control.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 Every run is what `rl train` makes, on the CPU, with one thread for each process, so that runs on different cores do not
 wait for one another; one Ray serves all runs of a job. Algorithms that start from a model that answers some sums get
 one that SFT has warmed up, made once in the same folder; their start is what that model scores. It is also the teacher
-of distillation. Runs are kept in `--folder`: a finished one is not made again, one that broke off is gone on with.
+of distillation. Runs are kept in `--folder`: a finished one is not made again, an interrupted one resumes.
 """
 
 from __future__ import annotations

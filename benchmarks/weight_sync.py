@@ -1,28 +1,28 @@
-"""Bytes per second of a weight transfer between two processes, beside a plain copy in memory of the same tensors.
+"""Bytes per second of a weight transfer between two processes, next to a plain copy in memory of the same tensors.
 
     python benchmarks/weight_sync.py [MB:TENSORS ...] [--adapter DIM | --changes SHARE | --ranks N | --exchange N |
         --apart N]
 
 Needs rl-core with its extra `torch`; runs on a GPU if there is one, else on the CPU. A transfer is timed from its
 beginning to the last acknowledged digest, as in every step of a run: tensors are copied into buckets and out of them
-again, and digests taken at both ends. The first, in which the ends connect and make their buffers, does not count.
+again, and digests taken at both ends. The first does not count, because the ends connect and make their buffers in it.
 Through files, which the sender writes before they are read, it lasts until the receiver has read them.
 
 With `--adapter` the tensors are square matrices with an adapter each, and a transfer of the matrices, once the adapters
 are merged into them, is compared with one of the adapters' factors alone (`policy.generation.lora_sync`).
 
-With `--changes` the tensors are bfloat16, of which a share of the values changes before each transfer, and transfers of
-all weights are compared with those of what has changed (`policy.generation.weight_sync_encoding`).
+With `--changes` the tensors are bfloat16, and a share of their values changes before each transfer. Transfers of all
+weights are compared with transfers of the changed ones (`policy.generation.weight_sync_encoding`).
 
-With `--ranks` the tensors are square matrices for N receivers, as the ranks of a tensor-parallel engine are, and a
-transfer of which each is sent the rows that it keeps is compared with one in which each is sent everything.
+With `--ranks` the tensors are square matrices for N receivers, like the ranks of a tensor-parallel engine. A transfer
+that sends each receiver the rows that it keeps is compared with one that sends each everything.
 
-With `--exchange` the tensors are square bfloat16 matrices, whose rows are divided over N ranks of a policy, each of
-which fills buckets with some columns for its receiver: after it has gathered whole tensors, or by an exchange of pieces
+With `--exchange` the tensors are square bfloat16 matrices, whose rows are divided over N ranks of a policy. Each rank
+fills buckets with some columns for its receiver: after it has gathered whole tensors, or by an exchange of pieces
 (`policy.generation.weight_sync_encoding: parts`), in turn. Both are timed without the hop to the receiver.
 
-With `--apart` the same ranks send to N receivers on other devices, each of which keeps some columns: the policy's ranks
-gather whole tensors, of which the first sends each receiver its columns, or all of them exchange pieces, in turn.
+With `--apart` the same ranks send to N receivers on other devices, and each receiver keeps some columns. The policy's
+ranks gather whole tensors, and the first one sends each receiver its columns, or all of them exchange pieces, in turn.
 """
 
 from __future__ import annotations
