@@ -21,7 +21,7 @@ class VisionMatrix(NamedTuple):
         name: Name of the module in transformers; of layers with `*` in place of their number.
         inputs: Values that a product takes.
         outputs: Values that it makes.
-        count: Number of such matrices.
+        number: Number of such matrices.
         is_linear: True for a layer that can have an adapter; convolutions, tables and unused parts cannot.
     """
 
@@ -29,7 +29,7 @@ class VisionMatrix(NamedTuple):
     name: str
     inputs: int
     outputs: int
-    count: int = 1
+    number: int = 1
     is_linear: bool = True
 
 
@@ -265,7 +265,7 @@ class VisionSize:
 
     def parameters(self, part: str | None = None) -> int:
         """Return the parameters of a part, or of both."""
-        return sum(each.inputs * each.outputs * each.count for each in self.matrices if part in (None, each.part))
+        return sum(each.inputs * each.outputs * each.number for each in self.matrices if part in (None, each.part))
 
     @property
     def outside(self) -> int:
@@ -280,7 +280,7 @@ class VisionSize:
         """
         parts = parts_that(vision, "trained")
         return [
-            ModelTensor(f"{each.name}.weight", "vision", each.inputs * each.outputs * each.count)
+            ModelTensor(f"{each.name}.weight", "vision", each.inputs * each.outputs * each.number)
             for each in self.matrices
             if each.part in parts and _UNUSED not in each.name
         ]
@@ -302,7 +302,7 @@ class VisionSize:
             return (not targets or last in targets) and last not in excluded
 
         chosen = [each for each in self.matrices if each.is_linear and each.part in parts and is_chosen(each)]
-        return sum(lora.dim * (each.inputs + each.outputs) * each.count for each in chosen)
+        return sum(lora.dim * (each.inputs + each.outputs) * each.number for each in chosen)
 
     def tokens(self, model: Any, rows: float) -> float:
         """Return the maximum number of image tokens among so many tokens of rows.
@@ -342,7 +342,7 @@ class VisionSize:
             values += patches * self.layers * (self.hidden if recomputed else self._of_layer(itemsize))
         if tower or projector:
             of_projector = [each for each in self.matrices if each.part == PROJECTOR]
-            values += tokens * sum(each.count * (each.inputs + each.outputs) for each in of_projector)
+            values += tokens * sum(each.number * (each.inputs + each.outputs) for each in of_projector)
             values += patches * self.hidden * form.ends * (1 + self.num_deep)
         return values * itemsize + (patches * self.pixels / 3 * _INT64 if form.has_mask else 0)
 
@@ -409,7 +409,7 @@ def _of_layers(prefix: str, form: _Form, hidden: int, inner: int, layers: int) -
     sizes = dict.fromkeys(form.attention[:-1], (hidden, first))
     sizes |= {form.attention[-1]: (hidden, hidden)}
     sizes |= dict.fromkeys(form.mlp[:-1], (hidden, inner)) | {form.mlp[-1]: (inner, hidden)}
-    return [VisionMatrix(TOWER, f"{prefix}.{name}", *ends, count=layers) for name, ends in sizes.items()]
+    return [VisionMatrix(TOWER, f"{prefix}.{name}", *ends, number=layers) for name, ends in sizes.items()]
 
 
 def _ends(

@@ -11,7 +11,7 @@ from rl_algos.requirement import LOSSES
 from rl_core.config import plain
 from rl_core.errors import ConfigError
 from rl_core.model_config import BackendConfig, EngineConfig, ModelConfig
-from rl_core.weights import ITEM_BYTES
+from rl_launch.backends import ModelBackend
 from rl_launch.doctor.family import worker_answers
 from rl_launch.planning.memory import IMAGES, Recomputed, activation_bytes
 from rl_launch.planning.plan import Plan, RolePlan, fields_of
@@ -78,17 +78,9 @@ def _of_role(run: RunPlan, role: RolePlan) -> Iterator[Verified]:
     rank = role.rank
     if not model.plugin.counted or rank is None or rank.shape is None:
         return
-    fields, _ = fields_of(model.config)
-    spec = worker_env(model.plugin.requirement, "cpu", also=(LOSSES,))
-    given = json.dumps([_shared(model.config), plain(model.backend), fields, role.ranks])
-    answers = dict(worker_answers(provision([spec])[spec], _COUNT, model.plugin.counted, given, what="--verify"))
-    counted: dict[str, float] = json.loads(answers["counted"])
-    # Only the language model is counted.
-    size, trained = (replace(each, vision=0) for each in (rank.size, rank.trained))
-    assert model.plugin.memory is not None, "a rank has memory"
-    memory = model.plugin.memory(model.config, model.backend, size, role.ranks, trained=trained)
-    layout = replace(rank.layout, is_fused=False)
-    unfused = replace(rank, layout=layout, size=size, trained=trained, memory=memory, vision=None)
+    # The language model of some families cannot be built without the vision tower, which is not counted.
+    counted = {} if rank.vision is not None else _counted(model, role.ranks)
+    unfused = replace(rank, layout=replace(rank.layout, is_fused=False))
     planned = unfused.besides_activations(None)
     layers = rank.layers
     for name, each in (
@@ -103,9 +95,17 @@ def _of_role(run: RunPlan, role: RolePlan) -> Iterator[Verified]:
     for part, size in planned.items():
         yield Verified(role.role, part, size, by_part.get(part))
     if rank.vision is not None:
-        itemsize = ITEM_BYTES[model.config.precision]
-        yield Verified(role.role, "weights of the vision tower", rank.vision.parameters() * itemsize, None)
         yield Verified(role.role, IMAGES, rank.images(Recomputed(0, 0, layers)), None)
+
+
+def _counted(model: ModelBackend, ranks: int) -> dict[str, float]:
+    """Return the bytes that the worker's environment counts, by part."""
+    fields, _ = fields_of(model.config)
+    spec = worker_env(model.plugin.requirement, "cpu", also=(LOSSES,))
+    given = json.dumps([_shared(model.config), plain(model.backend), fields, ranks])
+    answers = dict(worker_answers(provision([spec])[spec], _COUNT, model.plugin.counted, given, what="--verify"))
+    found: dict[str, float] = json.loads(answers["counted"])
+    return found
 
 
 def _shared(config: ModelConfig) -> dict[str, Any]:
