@@ -369,7 +369,7 @@ def test_a_plan_is_simulated_with_lengths_of_its_mean_and_maximum(tmp_path):
     assert next(cases(facts)).found.step_seconds == pytest.approx(plan.step_seconds, rel=0.1)
     run = run_with_rollouts(tmp_path)
     found = simulated(plan, run, has_times=False)
-    assert found.source == f"the planned times and 18 rollouts of {run.path}, 1 replicas of 256 slots"
+    assert found.source == f"the planned times and 18 rollouts of {run.path}, 1 replica of 256 slots"
     assert len(found.as_json()["cases"]) == len(found.cases) == len(list(found.lines())) - 3
 
 

@@ -57,8 +57,9 @@ def _held(usage: Usage) -> str:
     return usage.phase if usage.phase == usage.role else f"{usage.phase} of the {usage.role}"
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun, such as `1 rank` or `1,024 ranks`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def _price(amount: float) -> str:
@@ -94,11 +95,11 @@ def lines(plan: Plan, *, price: float | None, change: Change | None, took: Took 
             split = " x ".join(f"{name} {count}" for name, count in (*sizes, ("experts", layout.experts)) if count > 1)
             shared = f"data {layout.data}{' x ' if split else ''}{split}"
             again = f"; {role.recomputed} recomputed" if role.recomputed is not None else ""
-            yield f"{role.role}: {role.name}, {role.basis}, {_count(role.ranks, 'rank')} ({shared}){again}"
+            yield f"{role.role}: {role.name}, {role.basis}, {counted(role.ranks, 'rank')} ({shared}){again}"
     if plan.engine is not None:
         ranks, replicas = plan.engine.layout.num_ranks, plan.topology.num_replicas
         own = "its own devices" if plan.topology.own.get("generation") else "the devices of the models"
-        yield f"generation: {_count(replicas, 'replica')} of {_count(ranks, 'rank')} on {own}"
+        yield f"generation: {counted(replicas, 'replica')} of {counted(ranks, 'rank')} on {own}"
     if not plan.usages:
         return
     yield ""

@@ -15,6 +15,7 @@ from rl_launch.planning.learned import AHEAD, measured_seconds
 from rl_launch.planning.plan import GENERATING, Plan
 from rl_launch.planning.seconds import REQUEST_SECONDS
 from rl_launch.planning.simulation import SIGMA, Engines, Measured, Setting, SimulatedSteps, simulate
+from rl_launch.planning.text import counted
 from rl_launch.run_session.directory.run_folder import RunFolder
 
 STEPS = 20
@@ -244,4 +245,5 @@ def simulated(plan: Plan, run: RunFolder | None, *, has_times: bool) -> Simulati
     else:
         facts, source = RunFacts.of_plan(plan, lengths), "the planned times and "
     source += "log-normal lengths" if run is None else f"{len(lengths):,} rollouts of {run.path}"
-    return Simulation(f"{source}, {facts.replicas} replicas of {facts.slots:,} slots", cases=tuple(cases(facts)))
+    source += f", {counted(facts.replicas, 'replica')} of {counted(facts.slots, 'slot')}"
+    return Simulation(source, cases=tuple(cases(facts)))
