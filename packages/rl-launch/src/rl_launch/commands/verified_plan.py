@@ -19,6 +19,7 @@ from rl_launch.run_config.plan import RunPlan
 from rl_launch.worker_envs.provision import provision
 from rl_launch.worker_envs.spec import worker_env
 
+ACTIVATIONS = "activations"
 CLOSE = 0.1
 """Largest difference between plan and count that is not remarked on."""
 _COUNT = """
@@ -90,8 +91,11 @@ def _of_role(run: RunPlan, role: RolePlan) -> Iterator[Verified]:
     ):
         tokens = rank.microbatch(training=True)
         size = activation_bytes(rank.shape, unfused.layout, rank.model, each, tokens=tokens)
-        planned[f"activations, recompute {name}"] = size
+        planned[f"{ACTIVATIONS}, recompute {name}"] = size
     by_part = {_NAMES.get(name, name): size for name, size in counted.items()}
+    if rank.model.lora_cfg.enabled:
+        # Adapters are not on the layers that are counted, and change what these keep.
+        by_part = {part: size for part, size in by_part.items() if not part.startswith(ACTIVATIONS)}
     for part, size in planned.items():
         yield Verified(role.role, part, size, by_part.get(part))
     if rank.vision is not None:
