@@ -174,7 +174,7 @@ class ExchangeSuite(ABC):
             target, last = int(np.argmax(arrived)), max(arrived)
             broken_numbers = sorted({1, last}) if last else []
             for number, reason in (*((each, broken) for each in broken_numbers), (0, "no parameter of that name")):
-                # A sender learns of a lost receiver when it fills a buffer again, so it needs more buckets than buffers.
+                # A sender learns of a lost receiver when it fills a buffer again, so there are more buckets.
                 transport = sent_by_every_rank(BUCKET_BYTES if number else BUCKET_BYTES // 8)
                 ranks.run(_break_message, [(number, target)] * ranks.num_ranks)
                 with receiving_threads(self.num_ranks, take) as received, pytest.raises(WorkerError, match=reason):
