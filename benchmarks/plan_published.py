@@ -160,6 +160,8 @@ def megatron(row: Mapping[str, str]) -> dict[str, Any]:
     """Keys of a layout of Megatron."""
     section = "policy.megatron_cfg"
     keys: dict[str, Any] = {
+        "policy.dtensor_cfg.enabled": "false",
+        f"{section}.enabled": "true",
         f"{section}.tensor_model_parallel_size": row["tensor"],
         f"{section}.pipeline_model_parallel_size": row["pipeline"],
         f"{section}.context_parallel_size": row["context"],
@@ -188,11 +190,14 @@ def dtensor(row: Mapping[str, str]) -> dict[str, Any]:
     return {f"policy.dtensor_cfg.{key}": value for key, value in keys.items()}
 
 
+LAYOUTS = {"dtensor": dtensor, "megatron": megatron}
+"""Keys of a layout by the backend."""
+
+
 def training() -> Iterator[Published]:
     """Speeds and peaks of training on full rows."""
     for row in rows_of("training"):
         gpus, per_node, length = int(row["gpus"]), int(row["per_node"]), int(row["length"])
-        own = {"policy.dtensor_cfg.enabled": "false", "policy.megatron_cfg.enabled": "true"}
         keys = {
             **shape_of(row["model"]),
             "cluster.gpus_per_node": per_node,
@@ -200,7 +205,7 @@ def training() -> Iterator[Published]:
             "policy.max_total_sequence_length": length,
             "policy.train_global_batch_size": row["rows"],
             **microbatches(int(row["micro_rows"]) * length),
-            **({**own, **megatron(row)} if row["backend"] == "megatron" else dtensor(row)),
+            **LAYOUTS[row["backend"]](row),
         }
         name = f"{row['system']}, {row['model']}, rows of {length:,}, {gpus} x {row['device']}, {row['recompute']}"
         if row["lora"]:

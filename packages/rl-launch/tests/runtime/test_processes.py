@@ -7,6 +7,7 @@ from rl_core.devices import CPU, CUDA, REHEARSAL
 from rl_core.model_config import ColocatedConfig, ColocatedResources
 from rl_core.plugins import Preload
 from rl_launch.placement.topology import Claim, plan
+from rl_launch.runtime.models import ModelGroup
 from rl_launch.runtime.processes import NsysReports, Processes, with_allocators
 
 PYTHON = "/envs/worker/bin/python"
@@ -53,6 +54,20 @@ def test_ranks_share_the_cores_of_a_node_whichever_model_they_belong_to():
     assert made.on("n", "policy", shares_cores=True).variables["OMP_NUM_THREADS"] == "4"
     assert made.on("n", "policy").variables["OMP_NUM_THREADS"] == "8"
     assert [made.cores("n", ranks) for ranks in (0, 1, 2)] == [1, 4, 8]
+
+
+def test_the_ranks_of_a_model_are_started_on_their_part_of_the_cores():
+    made = processes(CPU, 0.0)
+    started = []
+
+    def start_worker(process, bundle):
+        started.append(process.variables["OMP_NUM_THREADS"])
+        raise RuntimeError("nothing is started here")
+
+    made.cluster.start_worker = start_worker
+    with pytest.raises(RuntimeError):
+        ModelGroup(made, [[SimpleNamespace(node="n")]], role="policy", section="policy", num_gpus=0)
+    assert started == ["4"]
 
 
 def test_a_role_without_modules_to_import_has_no_server():

@@ -126,8 +126,8 @@ class Topology:
 
     @property
     def engines_per_node(self) -> int:
-        """Number of replicas, or parts of replicas over nodes, on each node of generation. CPU cores are not divided:
-        one replica uses all of them."""
+        """Number of replicas, or parts of replicas over nodes, on each node of generation. The cores of a CPU are not
+        divided among replicas: one has all of generation's."""
         return 0 if self.num_servers else self.devices(GENERATION).ranks // self.replica_resources
 
     @property

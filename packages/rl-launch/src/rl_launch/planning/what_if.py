@@ -181,12 +181,7 @@ def cases(facts: RunFacts) -> Iterator[Case]:
         name = f"{few_or_many} the replicas{' on further devices' if facts.is_shared else ''}, staleness 1"
         if count:
             yield case(name, replace(engines, replicas=count), facts.train_seconds, 1)
-    doubled = replace(
-        engines,
-        lengths=tuple(2 * length for length in facts.lengths),
-        median_tokens=2 * engines.median_tokens,
-        max_tokens=2 * engines.max_tokens,
-    )
+    doubled = replace(engines, lengths=tuple(2 * length for length in facts.lengths))
     more = (facts.prompt + 2 * facts.completion) / (facts.prompt + facts.completion)
     longer = more * facts.train_seconds
     yield case("completions twice as long, synchronous", doubled, longer + facts.update_seconds, 0)
