@@ -198,7 +198,7 @@ class MeasuredRun:
 
 
 class SimulatedRank:
-    """One rank's actor handle, as a model's facade calls it; the process behind it stands for others too."""
+    """One rank's actor handle, as a model's facade calls it; its process stands for others too."""
 
     def __init__(self, host: Any, rank: int, num_ranks: int) -> None:
         self._host = host

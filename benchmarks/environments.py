@@ -157,7 +157,7 @@ def of_product(record: Mapping[str, Any]) -> float:
 
 
 def of_game(record: Mapping[str, Any]) -> float:
-    """Return the reward of a game that is played again by textarena alone."""
+    """Return the reward of a game that only textarena plays again."""
     import textarena
 
     start = record["row"]

@@ -1,4 +1,4 @@
-"""The `hf` generator beside `transformers`."""
+"""The `hf` generator against `transformers`."""
 
 from __future__ import annotations
 
