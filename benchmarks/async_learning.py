@@ -148,7 +148,7 @@ HEAD = ("rollouts", "runs", "accuracy, start", "end", "std over seeds", "beside 
 
 def rows(runs: Runs) -> list[tuple[str, ...]]:
     """Return the rows of the table. A case reaches the synchronous one if its mean is not lower by more than the noise,
-    which is two standard errors of the difference of the means. A single seed gives none."""
+    which is two standard errors of the difference of the means. A single seed leaves it open."""
     ends = {name: [Curve.of(run, ACCURACY).values[-1] for run in found] for name, found in runs.items()}
     made = []
     for name, found in runs.items():
